@@ -23,6 +23,9 @@ What changes, and why:
 - A client may not hold connections for long without a request (`_CLIENT_TIMEOUTS`), and an address may not hold most
   of them (`_connection_rules`). Ray's file lets anyone keep all of them silently for an hour. The beginning of a body,
   up to HAProxy's buffer, is waited for here and not in an ingress. Bodies where no route reads one are refused.
+- Every error that HAProxy answers itself is JSON in OpenAI's shape, with Retry-After where the request may be repeated.
+  For what is no HTTP, does not arrive in time, or has a head beyond its buffer, HAProxy knows only its built-in HTML or
+  no answer; it closes the connection without one (`_UNANSWERED`). A head from `MAX_HEAD_BYTES` to the buffer gets 431.
 - HAProxy's own metrics and statistics do not listen unless their ports are requested
   (`RAY_SERVE_HAPROXY_METRICS_PORT`, `RAY_SERVE_HAPROXY_STATS_PORT`), and then on loopback.
 """
@@ -39,6 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.cli.haproxy_supervisor import Supervisor, socket_of
+from app.cli.ray_env import MAX_HEAD_BYTES
 from app.config import HTTP_HOST, PROXY_HEADERS
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
@@ -69,14 +73,35 @@ _LOG_FORMAT = (
 
 _Section = list[str]
 
-#: Answers of HAProxy itself: (reason, code, message) by status.
+#: Answers of HAProxy itself: (reason, code, message) by status; all statuses of errors that HAProxy has a page for.
 _ERRORS = {
-    400: ("Bad Request", "invalid_http", "the request is no HTTP, or has not arrived as a whole"),
+    400: (
+        "Bad Request",
+        "invalid_http",
+        "the request is no HTTP, or has not arrived as a whole",
+    ),
+    401: ("Unauthorized", "invalid_api_key", "the request has no valid credentials"),
+    403: ("Forbidden", "forbidden", "the request is refused"),
+    404: ("Not Found", "no_route", "there is nothing at this path"),
+    405: ("Method Not Allowed", "no_route", "the path does not take this method"),
+    407: ("Proxy Authentication Required", "invalid_api_key", "the request has no valid credentials for the proxy"),
     408: ("Request Timeout", "request_timeout", "the request did not arrive in time"),
+    410: ("Gone", "gone", "there is nothing at this path any more"),
+    413: ("Payload Too Large", "body_too_large", "the body is too long"),
+    421: ("Misdirected Request", "misdirected", "the request is for another server"),
+    422: ("Unprocessable Content", "invalid_request", "the request cannot be processed"),
+    425: ("Too Early", "too_early", "the request came before its connection was ready; try again"),
+    429: ("Too Many Requests", "too_many_requests", "there are too many requests; try again later"),
+    500: ("Internal Server Error", "internal_error", "the proxy failed; try again"),
+    501: ("Not Implemented", "not_implemented", "the proxy does not know this kind of request"),
     502: ("Bad Gateway", "ingress_lost", "the process that answered this request ended; try again"),
     503: ("Service Unavailable", "not_ready", "no ingress is ready; try again"),
     504: ("Gateway Timeout", "ingress_silent", "the ingress did not answer in time"),
 }
+#: Statuses that HAProxy's parser answers before there is a request; it cannot take our files there.
+_UNANSWERED = (400, 408, 413, 422, 500, 501)
+#: Statuses after which the same request may succeed.
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
 
 
 class UnknownConfiguration(Exception):
@@ -133,6 +158,7 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
     trusted = environ.get(TRUSTED_PROXIES, "")
     host, max_connections = environ.get(HTTP_HOST), _max_connections(changed)
     _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections, host))
+    changed = [_with_json_404(section) for section in changed]
     if not has_app:
         _change(changed, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
     if not was_up:
@@ -145,8 +171,9 @@ def error_answer(status: int) -> str:
     """A complete HTTP answer for an error of HAProxy itself."""
     reason, code, message = _ERRORS[status]
     body = _error_body(code, message, "invalid_request_error" if status < 500 else "server_error")
+    retry_after = f"retry-after: {RETRY_AFTER_S}\r\n" if status in _RETRIED else ""
     return (
-        f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nretry-after: {RETRY_AFTER_S}\r\n"
+        f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n{retry_after}"
         f"cache-control: no-cache\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
     )
 
@@ -250,7 +277,16 @@ def _frontend(
     no_body = (
         f"http-request return status 413 content-type application/json string '{body}' if {{ method {_BODILESS} }}"
     )
+    too_long = _error_body(
+        "head_too_large",
+        f"the path and headers have over {MAX_HEAD_BYTES} bytes; send an adapter's long configuration in the body: "
+        "multipart/form-data with config and weights",
+        "invalid_request_error",
+    )
     rules = [
+        *(f"    errorfile {status} /dev/null" for status in _UNANSWERED),
+        f"    http-request return status 431 content-type application/json string '{too_long}'"
+        f" if {{ req.hdrs,length gt {MAX_HEAD_BYTES} }}",
         "    option http-buffer-request",
         *_connection_rules(max_connections, unless),
         f"    {no_body} {{ req.fhdr(transfer-encoding) -m found }}",
@@ -268,6 +304,13 @@ def _frontend(
     ]
     at = binds[-1] + 1
     return [*lines[:at], *rules, *lines[at:]]
+
+
+def _with_json_404(section: _Section) -> _Section:
+    """Replace Ray's plain-text 404 for a path that belongs to no application."""
+    body = _error_body("no_route", "there is nothing at this path", "invalid_request_error")
+    found = r"(\s*http-request return status 404) content-type text/plain lf-string .*"
+    return [re.sub(found, rf"\1 content-type application/json string '{body}'", line) for line in section]
 
 
 def _not_ready(when: str = "request") -> str:

@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from app.cli.haproxy import UnknownConfiguration, error_answer, haproxy_binary, rewritten
 from app.cli.haproxy_supervisor import Supervisor
-from app.cli.ray_env import ha_proxy_places, has_ha_proxy
+from app.cli.ray_env import HA_PROXY_SWITCHES, MAX_HEAD_BYTES, ha_proxy_places, has_ha_proxy
 from load_tests.service import free_port
 
 pytestmark = pytest.mark.skipif(not has_ha_proxy(), reason="Ray's HAProxy is for Linux only")
@@ -56,7 +56,8 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     for ports in ((), ("22222",)):
         folder = tmp_path_factory.mktemp("haproxy")
         command = [sys.executable, "-W", "ignore", "-c", WRITE, str(folder), "11111", *ports]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        environment = os.environ | {name: value for name, value, _ in HA_PROXY_SWITCHES}
+        subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         found[len(ports)] = (folder / "haproxy.cfg").read_text().replace(str(folder), "FOLDER")
     return found
 
@@ -328,7 +329,7 @@ async def test_silent_clients_keep_nobody_else_out(write: Write, clients: Client
         async with asyncio.timeout(30):  # a silent client has five seconds, and then its address may connect again
             for reader in filter(None, held):
                 rest = await reader.read()
-                assert b"408" in rest if sent else rest == b"", "closed without a word where nothing was asked"
+                assert rest == b"", "closed without a word: HAProxy has only HTML for it"
         assert await answer_from("127.0.0.2", door, "/v1/models") == 200
         assert not any(b"POST" in head for head in heads), "no ingress has seen a request that is not complete"
 
@@ -497,11 +498,11 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     gone = {line.strip() for line in before} - {line.strip() for line in after}
     added = {line.strip() for line in after} - {line.strip() for line in before}
     left_out = r"option (splice|httplog)|errorfile|bind |stats|http-request use-serv|frontend prom|listen stats|no log|"
-    left_out += "timeout client 3600s"
+    left_out += "timeout client 3600s|http-request return status 404 content-type text/plain"
     put_in = r"errorfile 503|log-format |http-re\w+ (set-header X-For|return|del-header X-Req|set-var\(txn.path)|"
     put_in += (
         "acl an_ingress|acl is_passed_on|http-request set-header Via|stats socket|timeout (client|http-request) |"
-        "stick-table|tcp-request connection|option http-[bi]"
+        "stick-table|tcp-request connection|option http-[bi]|errorfile \\d+ /dev/null"
     )
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added
@@ -660,11 +661,62 @@ def test_a_trusted_proxy_that_is_no_address_is_refused(write: Write) -> None:
     assert "'balancer' does not appear to be an IPv4 or IPv6 network" in done.stderr
 
 
-def test_answers_of_its_own_are_whole() -> None:
-    for status in (502, 503, 504):
-        head, _, body = error_answer(status).partition("\r\n\r\n")
-        assert f"content-length: {len(body)}" in head
-        assert json.loads(body)["error"]["type"] == "server_error"
+@pytest.mark.parametrize(
+    "status", [400, 401, 403, 404, 405, 407, 408, 410, 413, 421, 422, 425, 429, 500, 501, 502, 503, 504]
+)
+def test_answers_of_its_own_are_whole(status: int) -> None:
+    head, _, body = error_answer(status).partition("\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ")
+    assert f"content-length: {len(body)}" in head
+    assert ("retry-after: " in head) == (status in (408, 425, 429, 500, 502, 503, 504))
+    error = json.loads(body)["error"]
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+async def test_a_configuration_of_16_kib_comes_in_a_header_and_a_longer_one_gets_json(write: Write) -> None:
+    async with ingress(ok) as port, haproxy(write, port) as door, httpx.AsyncClient(timeout=60) as http:
+        url = f"{door.url}/v1/loras/org%2Fx/weights"
+        for num_bytes in (16 << 10, MAX_HEAD_BYTES - 1024):
+            answer = await http.put(url, content=b"weights", headers={"X-Adapter-Config": "x" * num_bytes})
+            assert answer.status_code == 200, num_bytes
+        answer = await http.put(url, content=b"weights", headers={"X-Adapter-Config": "x" * (48 << 10)})
+        assert (answer.status_code, answer.headers["content-type"]) == (431, "application/json")
+        assert "multipart" in answer.json()["error"]["message"]
+        with pytest.raises(httpx.RemoteProtocolError):  # beyond HAProxy's buffer there is no answer
+            await http.put(url, content=b"weights", headers={"X-Adapter-Config": "x" * (80 << 10)})
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"GET", b"GET /\x00 HTTP/1.1", b"GET / HTTP/9.9", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b c",
+     b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", b"POST / HTTP/1.1\r\nTransfer-Encoding: x, chunked",
+     b"CONNECT a:1 HTTP/1.1", b"\xff\xff", b"GET / HTTP/1.1\r\nno colon"],
+)  # fmt: skip
+async def test_no_request_gets_html(write: Write, head: bytes) -> None:
+    async with ingress(ok) as port, haproxy(write, port) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(head + b"\r\n\r\n")
+        async with asyncio.timeout(60):
+            answer = await reader.read(4096)
+        writer.close()
+        start, _, body = answer.partition(b"\r\n\r\n")
+        if start and b" 200 " not in start:  # HAProxy passes some of them on, and closes others without a word
+            assert b"application/json" in start
+            assert json.loads(body)["error"]["message"]
+
+
+async def test_the_ingress_gets_a_path_as_the_client_wrote_it(write: Write) -> None:
+    heads: list[bytes] = []
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        heads.append(head)
+        await ok(reader, writer, head)
+
+    async with ingress(note) as port, haproxy(write, port) as door, httpx.AsyncClient(timeout=60) as http:
+        for path in ("/v1/models/org%2Fname%40sha256:3f9c2a71", "/v1/models/org/name@2"):
+            assert (await http.get(f"{door.url}{path}")).status_code == 200
+            assert heads.pop().split()[1].decode() == path
 
 
 def test_files_of_two_users_lie_apart_and_sockets_have_short_paths() -> None:

@@ -94,6 +94,8 @@ def load_request(
     it; others are the operator's or another project's.
     """
     check_settings(caller, pinned, traffic_weight, description)
+    if source.startswith("file:///"):  # Dynamo's spelling of a path
+        source = source.removeprefix("file://")
     if holds_key(source):  # sources are shown in the audit log and in events
         raise UnsafeSource("the adapter's path contains an API key; remove it")
     if is_combination(source):  # only this module may make one, from adapters that the caller may use

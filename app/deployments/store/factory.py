@@ -83,7 +83,11 @@ class OpenStore(Generic[H]):
             self._registry, self._store, self._events, reserved_names=names, sweep=self._uploads.sweep
         )
         self._auto_registration = AutoRegistration(
-            self._registry, self._store, self._registry_service, FailureBackoff(), _resolver_settings(config.adapters)
+            self._registry,
+            self._store,
+            self._registry_service,
+            FailureBackoff(),
+            _resolver_settings(config.adapters, config.model.name),
         )
         lazy_registrations = LazyRegistrations(self._registry, self._registry_service, FailureBackoff())
         self._reconfiguring = asyncio.Lock()
@@ -109,7 +113,7 @@ class OpenStore(Generic[H]):
             settings = config.model_dump_json()
             if settings != self._settings:
                 adapters = config.adapters
-                resolver_settings = await asyncio.to_thread(_resolver_settings, adapters)
+                resolver_settings = await asyncio.to_thread(_resolver_settings, adapters, config.model.name)
                 reader = await asyncio.to_thread(self._open_reader, config)
                 await asyncio.to_thread(self._registry.stores.save_settings, settings)
                 self._store.reconfigure(
@@ -142,8 +146,8 @@ class OpenStore(Generic[H]):
         )
 
 
-def _resolver_settings(config: AdaptersConfig) -> ResolverSettings:
-    return ResolverSettings(open_resolvers(config), config.negative_cache_ttl_s, config.source_timeout_s)
+def _resolver_settings(config: AdaptersConfig, base_name: str) -> ResolverSettings:
+    return ResolverSettings(open_resolvers(config, base_name), config.negative_cache_ttl_s, config.source_timeout_s)
 
 
 def _roots(config: AdaptersConfig) -> Sequence[Path]:

@@ -17,10 +17,18 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 from starlette.convertors import PathConvertor
+from starlette.datastructures import FormData
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
+from app.deployments.ingress.error_responses import (
+    BodyTooLarge,
+    ClientGone,
+    InvalidJson,
+    UnknownContentType,
+    UnknownEncoding,
+)
 from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
 from app.deployments.ingress.json_parser import parse_json
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
@@ -34,6 +42,9 @@ from app.suggestions import did_you_mean
 MAX_PAGE = 1000
 #: Bytes of a body that a route does not use.
 MAX_UNUSED_BYTES = 64 << 10
+#: Bytes of a form beside its file, and of one of its fields.
+FORM_BYTES, MAX_FIELD_BYTES = 2 << 20, 1 << 20
+FORM_TYPE = "multipart/form-data"
 _MAX_CHARS = 40
 
 
@@ -138,6 +149,23 @@ async def body_parts(request: Request, max_bytes: int, limit: str = "limits.max_
 async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
     """The whole body. Raises what `body_parts` raises."""
     return b"".join([part async for part in body_parts(request, max_bytes, limit)])
+
+
+async def read_form(request: Request, max_bytes: int, limit: str) -> FormData:
+    """A multipart body with at most two files, which are spooled to disk; the caller closes it.
+
+    Raises UnknownContentType, BodyTooLarge, ClientGone, InvalidRequest.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != FORM_TYPE:
+        raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; send the file as {FORM_TYPE}")
+    parts = body_parts(request, max_bytes + FORM_BYTES, limit)
+    try:
+        return await MultiPartParser(
+            request.headers, parts, max_files=2, max_fields=16, max_part_size=MAX_FIELD_BYTES
+        ).parse()
+    except MultiPartException as error:
+        raise InvalidRequest(f"the body is not a form with one file: {error.message[:200]}", param="file") from error
 
 
 async def read_unused_body(request: Request) -> None:

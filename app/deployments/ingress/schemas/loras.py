@@ -13,15 +13,22 @@ from app.deployments.ingress.schemas.response_model import Omittable, ResponseMo
 from app.deployments.registry.models import MAX_REGISTRATIONS
 
 
+class LoraSource(Body):
+    uri: str
+
+
 class RegisterAdapterBody(Body):
-    """`path`: the adapter's source; or `combine`: the registered adapters that it combines.
+    """`path`: the adapter's source; or `combine`: the registered adapters that it combines. Or, in Dynamo's format,
+    `lora_name` and `source`: answers when the adapter is served.
 
     `wait`: answer when the adapter is served or has failed, instead of at once. `lazy`: register the name only;
     the first request loads the adapter.
     """
 
-    name: str
+    name: str | None = None
     path: str | None = None
+    lora_name: str | None = None
+    source: LoraSource | None = None
     combine: CombinationBody | None = None
     wait: bool = False
     lazy: bool = False
@@ -50,21 +57,35 @@ class ConfigureAdapterBody(Body):
 
 
 class LoadAdapterBody(Body):
-    """vLLM's format. `load_inplace`: replace an adapter that is registered under this name."""
+    """vLLM's format. `load_inplace`: replace an adapter that is registered under this name.
+
+    `lora_path`: a path, a URI or a repository of the Hugging Face Hub, `org/repo` or `org/repo@revision`.
+    """
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
 
 
-class UnloadAdapterBody(Body):
+class PinnableAdapterBody(Body):
+    """SGLang's format; `lora_path` as in vLLM's."""
+
     lora_name: str
+    lora_path: str
+    pinned: bool | None = None
+
+
+class UnloadAdapterBody(Body):
+    """`lora_int_id`, a number that vLLM gives to adapters, is ignored: the name decides."""
+
+    lora_name: str
+    lora_int_id: int | None = None
 
 
 class LoadLoraBody(Body):
     """Dynamo's format. `base_model`, if given, must be the served base model.
 
-    `lora_path`: a path, a URI or `org/repo@revision` of the Hugging Face Hub; default: the folder of its name.
+    `lora_path`: as in vLLM's format; default: the folder of its name.
     """
 
     lora_model: str
@@ -200,6 +221,22 @@ class ManifestResult(ResponseModel):
     object: Literal["manifest"]
     num_registered: int
     num_unchanged: int
+
+
+class LoadedAdapters(ResponseModel):
+    """SGLang's answer: the caller's adapters after the change, at most a page, with their sources."""
+
+    success: Literal[True]
+    loaded_adapters: dict[str, str]
+
+
+class DynamoLora(LoraStatus):
+    """Dynamo's answer to a load or unload at /v1/loras. `lora_id`: a number made from the name."""
+
+    status: Omittable[Literal["success"]] = None
+    message: Omittable[str] = None
+    lora_name: Omittable[str] = None
+    lora_id: Omittable[int] = None
 
 
 class LoadedLora(Lora):

@@ -6,6 +6,7 @@ They contain only built-in types, so that a Ray job without this package can rec
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -50,6 +51,12 @@ def unload_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
     """An adapter that is being, or has been, unloaded; `entry` is None if it was still loading."""
     body = {"id": job.name, "object": "lora"} if entry is None else adapter_body(entry)
     return body | {"state": job.state.value, "job": job_body(job)}
+
+
+def dynamo_fields(name: str, deed: str) -> dict[str, Any]:
+    """The fields of Dynamo's answer to a load or unload, which is over."""
+    message = f"LoRA adapter {name!r} {deed} successfully"
+    return {"status": "success", "message": message, "lora_name": name, "lora_id": zlib.crc32(name.encode()) >> 1}
 
 
 def description_body(name: str, description: Description, replicas: Sequence[Residency]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """Resolvers: where an unregistered adapter may be, by its name.
 
-A resolver is a template with `{name}` in it (a path or a URI), or an operator's function. A name fills one part of a
-path and nothing else. A project gets only local folders below its own `<project id>/`, and nothing outside of the roots
-is looked at.
+A resolver is a template with `{name}` in it (a path or a URI), an operator's function, or a class with vLLM's interface
+for resolvers. A name fills parts of a path and cannot leave them (`app.model_names`). A project gets only local folders
+below its own `<project id>/`, and nothing outside of the roots is looked at.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from app.config import AdaptersConfig
 from app.deployments.registry.jobs.auto_registration import Resolver
@@ -28,11 +30,11 @@ logger = logging.getLogger(__name__)
 Resolve = Callable[[str, str], str | None]
 
 
-def open_resolvers(config: AdaptersConfig) -> tuple[Resolver, ...]:
+def open_resolvers(config: AdaptersConfig, base_name: str = "") -> tuple[Resolver, ...]:
     """The resolvers of `adapters.resolvers`, in their order. Raises ConfigError for an invalid one."""
     roots = [Path(root) for root in config.roots]
     return tuple(
-        TemplateResolver(text, roots) if "{name}" in text else FunctionResolver(text, roots)
+        TemplateResolver(text, roots) if "{name}" in text else FunctionResolver(text, roots, base_name)
         for text in config.resolvers or ()
     )
 
@@ -60,11 +62,11 @@ class TemplateResolver:
 
 
 class FunctionResolver:
-    """An operator's function, given by its dotted path."""
+    """An operator's function, or vLLM's LoRAResolver, given by its dotted path."""
 
-    def __init__(self, dotted_path: str, roots: Sequence[Path]) -> None:
+    def __init__(self, dotted_path: str, roots: Sequence[Path], base_name: str = "") -> None:
         self._dotted_path = dotted_path
-        self._resolve = _load(dotted_path)
+        self._resolve = _load(dotted_path, base_name)
         self._roots = roots
 
     def source(self, name: str, tenant_id: str) -> str | None:
@@ -109,8 +111,28 @@ def _is_adapter(path: str, roots: Sequence[Path]) -> bool:
     return found.name.endswith(CARD_SUFFIX)
 
 
-def _load(dotted_path: str) -> Resolve:
+def _load(dotted_path: str, base_name: str) -> Resolve:
     resolve: Resolve = import_dotted(dotted_path, "adapters.resolvers")
+    if isinstance(resolve, type) and callable(getattr(resolve, "resolve_lora", None)):
+        return _vllm_resolver(dotted_path, resolve, base_name)
     if not callable(resolve):
         raise ConfigError(f"adapters.resolvers {dotted_path!r} is not a function of (name, tenant_id)")
+    return resolve
+
+
+def _vllm_resolver(dotted_path: str, kind: Callable[[], Any], base_name: str) -> Resolve:
+    """vLLM's interface: `async resolve_lora(base_model_name, lora_name)`, whose result has `lora_path` or is None."""
+    try:
+        resolver = kind()
+    except Exception as error:
+        # Foreign code: whatever it raises, the setting is invalid.
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ConfigError(f"adapters.resolvers {dotted_path!r} cannot be constructed: {reason}") from error
+
+    def resolve(name: str, tenant_id: str) -> str | None:
+        if tenant_id != DEFAULT_TENANT:  # it knows no tenants, and what it finds would be everyone's
+            return None
+        found = asyncio.run(resolver.resolve_lora(base_name, name))
+        return None if found is None else str(found.lora_path)
+
     return resolve

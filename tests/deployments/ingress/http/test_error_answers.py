@@ -51,6 +51,8 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/v1/aliases/nope/rollback"): {"version": 1},
     ("POST", "/v1/load_lora_adapter"): {"lora_name": "sql", "lora_path": "sql"},
     ("POST", "/v1/unload_lora_adapter"): {"lora_name": "nope"},
+    ("POST", "/load_lora_adapter"): {"lora_name": "sql", "lora_path": "sql"},
+    ("POST", "/unload_lora_adapter"): {"lora_name": "nope"},
     ("POST", "/v1/load_lora"): {"lora_model": "nope", "lora_path": "nope", "base_model": "other"},
     ("POST", "/v1/unload_lora"): {"lora_model": "nope", "base_model": "base"},
     ("POST", f"{ORG}/projects"): {"name": ""},

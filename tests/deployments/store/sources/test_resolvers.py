@@ -43,6 +43,40 @@ def by_function(monkeypatch: pytest.MonkeyPatch, root: Path, answer: object) -> 
     return FunctionResolver("operators_own:resolve", [root])
 
 
+def test_a_resolver_of_vllm_runs_as_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finding:
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> types.SimpleNamespace | None:
+            assert base_model_name == "org/base"
+            if lora_name != "asked":
+                return None
+            return types.SimpleNamespace(lora_name=lora_name, lora_path=f"{root}/sql", lora_int_id=1)
+
+    class Broken:
+        def __init__(self, host: str) -> None: ...
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> None: ...
+
+    module = types.ModuleType("for_vllm")
+    module.Finding, module.Broken = Finding, Broken  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "for_vllm", module)
+    resolver = FunctionResolver("for_vllm:Finding", [root], "org/base")
+    assert resolver.source("asked", DEFAULT) == f"{root}/sql"
+    assert resolver.source("other", DEFAULT) is None
+    assert resolver.source("asked", "proj_a") is None, "it knows no tenants"
+    with pytest.raises(ConfigError, match="cannot be constructed"):
+        FunctionResolver("for_vllm:Broken", [root])
+
+
+def test_a_name_with_a_slash_is_a_folder_in_a_folder(root: Path) -> None:
+    (root / "org").mkdir()
+    (root / "sql").rename(root / "org" / "sql")
+    resolver = TemplateResolver(f"{root}/{{name}}", [root])
+    assert resolver.source("org/sql", DEFAULT) == f"{root}/org/sql"
+    assert resolver.source("proj_a/mine", DEFAULT) is None, "a project's folder is not the operator's"
+    assert resolver.source("org/../org/sql", DEFAULT) is None
+    assert TemplateResolver("hf://{name}@main", [root]).source("org/sql", DEFAULT) == "hf://org/sql@main"
+
+
 def test_a_folder_or_card_of_the_name_is_found(root: Path) -> None:
     resolver = TemplateResolver(f"{root}/{{name}}", [root])
     assert resolver.source("sql", DEFAULT) == f"{root}/sql"

@@ -121,6 +121,43 @@ def test_a_downloader_may_be_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
         PluginFetcher("a_plugin.Broken", "base")
 
 
+@pytest.mark.parametrize("place", ["folder", "elsewhere", "model"])
+def test_plugins_of_dynamo_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A `LoRASourceProtocol` is asynchronous; a `LoraDownloaderBase` returns a model with its path."""
+    elsewhere, folder = tmp_path / "cache", tmp_path / "folder"
+    elsewhere.mkdir()
+    folder.mkdir()
+    (tmp_path / "blob").write_text("weights")
+    (elsewhere / "adapter_model.safetensors").symlink_to(tmp_path / "blob")  # as in the hub's cache
+
+    class Source:
+        async def exists(self, lora_uri: str) -> bool:
+            return lora_uri.endswith("/mine")
+
+        async def download(self, lora_uri: str, dest_path: Path) -> Path:  # noqa: ARG002
+            if place == "folder":
+                (dest_path / "adapter_model.safetensors").write_text("weights")
+                return dest_path
+            return elsewhere
+
+    class Downloader:
+        def download_lora_to_disk(self, lora_name: str, base_model: str, lora_path: str | None = None) -> object:
+            assert (lora_name, base_model, lora_path) == ("ours://a/mine", "base", str(folder))
+            return types.SimpleNamespace(name=lora_name, status=1, local_path=str(elsewhere))
+
+    module = types.ModuleType("a_plugin")
+    module.Plugin = Downloader if place == "model" else Source  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_plugin", module)
+    fetcher = PluginFetcher("a_plugin.Plugin", "base")
+    assert fetcher.fetch("ours://a/mine", folder, "default") == "ours://a/mine"
+    copied = folder / "adapter_model.safetensors"
+    assert copied.read_text() == "weights"
+    assert not copied.is_symlink()
+    if place != "model":
+        with pytest.raises(NotFound, match="ours://a/theirs"):
+            fetcher.fetch("ours://a/theirs", folder, "default")
+
+
 def test_lanes_separate_hosts_and_buckets(tmp_path: Path) -> None:
     sources = Sources([tmp_path])
     lanes = [sources.lane(text) for text in ("a/b", "s3://one/x", "s3://one/y/z", "s3://two/x", "https://one/x")]

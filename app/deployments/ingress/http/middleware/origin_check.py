@@ -109,7 +109,10 @@ class HttpPolicy:
         if scope["method"] in _SAFE_METHODS:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_upload = kind == "multipart/form-data" and scope["path"].rstrip("/") in _UPLOAD_PATHS
+        path = scope["path"].rstrip("/")
+        # A page cannot send PUT to another site without asking first.
+        is_upload = path in _UPLOAD_PATHS or (scope["method"] == "PUT" and path.endswith("/weights"))
+        is_upload = is_upload and kind == "multipart/form-data"
         if kind in _FORM_TYPES and not is_upload:
             raise UnknownContentType(
                 f"the body's Content-Type is {kind!r}; send Content-Type: application/json "

@@ -11,13 +11,11 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, UnknownContentType
+from app.deployments.ingress.error_responses import BodyTooLarge
 from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_content
-from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body
+from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body, read_form
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S, FileObject
@@ -30,9 +28,8 @@ from app.redaction import holds_key
 
 #: Bytes per call to the database.
 PART_BYTES = 1 << 20
-#: Concurrent uploads of one ingress and of one project there, and the bytes that a form may have beside its file.
+#: Concurrent uploads of one ingress and of one project there.
 MAX_UPLOADS, MAX_UPLOADS_PER_PROJECT = 8, 4
-FORM_BYTES = 64 << 10
 
 
 #: The form of an upload, for `/openapi.json`.
@@ -61,7 +58,7 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
         """Upload a batch's input file: one JSON object per line."""
         caller = inference_principal(request)
         async with uploads.hold(caller.tenant_id):
-            form = await _form(request, service.storage_config.max_file_bytes)
+            form = await read_form(request, service.storage_config.max_file_bytes, "storage.max_file_bytes")
             try:
                 file = await _store_upload(form, service, caller.tenant_id)
             finally:
@@ -114,28 +111,6 @@ def file_body(file: StoredFile) -> dict[str, Any]:
         "purpose": file.purpose,
         "status": "processed",
     }
-
-
-async def _form(request: Request, max_bytes: int) -> FormData:
-    """The form of an upload, its file spooled to disk. Raises UnknownContentType, BodyTooLarge, ClientGone."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "multipart/form-data":
-        raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; send the file as multipart/form-data")
-
-    async def size_limited() -> AsyncGenerator[bytes]:
-        num_bytes = 0
-        async for part in request.stream():
-            num_bytes += len(part)
-            if num_bytes > max_bytes + FORM_BYTES:
-                raise BodyTooLarge(f"the file is longer than storage.max_file_bytes {max_bytes}")
-            yield part
-
-    try:
-        return await MultiPartParser(request.headers, size_limited(), max_files=1, max_fields=16).parse()
-    except MultiPartException as error:
-        raise InvalidRequest(f"the body is not a form with one file: {error.message[:200]}", param="file") from error
-    except ClientDisconnect:
-        raise ClientGone("the client disconnected during the upload") from None
 
 
 async def _store_upload(form: FormData, service: IngressService, tenant_id: str) -> StoredFile:

@@ -5,19 +5,31 @@ Lists are read from this ingress's copy of the registry and cost no call; a sing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
+from starlette.datastructures import FormData, UploadFile
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_metrics import adapter_status
 from app.deployments.ingress.http.openapi import takes_content
-from app.deployments.ingress.http.request_parsing import Flag, JsonBody, PageQuery, QueryParams, body_parts, page_body
+from app.deployments.ingress.http.request_parsing import (
+    FORM_TYPE,
+    MAX_FIELD_BYTES,
+    Flag,
+    JsonBody,
+    PageQuery,
+    QueryParams,
+    body_parts,
+    page_body,
+    read_form,
+)
 from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
+    DynamoLora,
     Lora,
     LoraGeneration,
     LoraStatus,
@@ -26,7 +38,13 @@ from app.deployments.ingress.schemas.loras import (
     RegisterAdapterBody,
 )
 from app.deployments.ingress.schemas.response_model import PageResponse
-from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body, unload_body
+from app.deployments.ingress.serializers.loras import (
+    adapter_body,
+    description_body,
+    dynamo_fields,
+    job_body,
+    unload_body,
+)
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import (
     UPLOADED,
@@ -46,6 +64,8 @@ from app.redaction import holds_key
 
 def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
+    if body.name is None:
+        raise InvalidRequest("name is missing; give the adapter a name", param="name")
     if body.combine is None and body.path is not None:
         return load_request(
             caller,
@@ -67,6 +87,15 @@ def _registration(load: LoadRequest) -> Registration:
     return Registration(load.name, load.source, load.traffic_weight, load.description)
 
 
+def _from_dynamo(body: RegisterAdapterBody) -> RegisterAdapterBody:
+    """Dynamo's `lora_name` and `source` as name and path. Raises InvalidRequest."""
+    if body.lora_name is None or body.source is None or body.name is not None or body.path is not None:
+        raise InvalidRequest(
+            "give either name and path, or lora_name and source", param="source" if body.source is None else "lora_name"
+        )
+    return body.model_copy(update={"name": body.lora_name, "path": body.source.uri, "wait": True})
+
+
 async def _register_lazily(
     body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
 ) -> Response:
@@ -76,7 +105,7 @@ async def _register_lazily(
             "lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy"
         )
     if body.pinned:
-        raise cannot_pin_error(body.name)
+        raise cannot_pin_error(load.name)
     store = service.adapter_admin.store
     await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
     description = await store.describe(load.name, tenant_id=caller.tenant_id)
@@ -95,18 +124,22 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
         """List adapters."""
         return registry_page(request, service, query, CatalogEntry, adapter_body)
 
-    @routes.post("/v1/loras", response_model=LoraStatus, status_code=202, responses={201: {"model": LoraStatus}})
+    @routes.post("/v1/loras", response_model=LoraStatus, status_code=202, responses={201: {"model": DynamoLora}})
     async def register(
         request: Request, body: JsonBody[RegisterAdapterBody], query: Annotated[WaitQuery, Query()]
     ) -> Response:
         """Load an adapter: 202 with a job, or the adapter if wait is true."""
         caller = http_principal(request)
+        is_dynamo = body.lora_name is not None or body.source is not None
+        if is_dynamo:
+            body = _from_dynamo(body)
         load = _load_request(body, caller, service)
         if body.lazy:
             return await _register_lazily(body, load, caller, service)
         if body.wait if query.wait is None else query.wait:
             job, entry = await service.adapter_admin.store.load_and_wait(load)
-            return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
+            extra = dynamo_fields(load.name, "loaded") if is_dynamo else {}
+            return JSONResponse(adapter_body(entry) | {"job": job_body(job)} | extra, status_code=201)
         job = await service.adapter_admin.store.load(load)
         return JSONResponse(
             {"id": job.name, "object": "lora", "state": job.state, "generation": job.generation, "job": job_body(job)},
@@ -162,10 +195,11 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
         )
         return JSONResponse(adapter_body(entry))
 
-    @routes.delete("/v1/loras/{name:model}", response_model=LoraStatus, responses={202: {"model": LoraStatus}})
+    @routes.delete("/v1/loras/{name:model}", response_model=DynamoLora, responses={202: {"model": LoraStatus}})
     async def delete(name: str, request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
         """Unload an adapter; answers when its running requests have ended."""
-        return await unload_response(request, service, query, name)
+        done = {} if query.wait is False else dynamo_fields(split_version(name)[0], "unloaded")
+        return await unload_response(request, service, query, name, done)
 
     @routes.get("/v1/loras/{name:model}/generations", response_model=PageResponse[LoraGeneration])
     async def generations(name: str, request: Request) -> Response:
@@ -214,7 +248,7 @@ async def unload_response(
     service: IngressService,
     query: WaitQuery,
     name: str,
-    extra_fields: Mapping[str, str] = MappingProxyType({}),
+    extra_fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> Response:
     """Unload one of the caller's adapters. Raises what `AdapterAdmin.unload` raises."""
     wait = query.wait is not False
@@ -224,6 +258,12 @@ async def unload_response(
 
 
 CONFIG_HEADER = "X-Adapter-Config"
+#: The form of an upload, for `/openapi.json`.
+_FORM = {
+    "type": "object",
+    "required": ["config", "weights"],
+    "properties": {"config": {"type": "string"}, "weights": {"type": "string", "format": "binary"}},
+}
 #: Concurrent uploads of one ingress and of one project there, and the bytes of a part that it sends to the store.
 MAX_UPLOADS, MAX_UPLOADS_PER_PROJECT = 4, 2
 PART_BYTES = 4 << 20
@@ -232,36 +272,71 @@ PART_BYTES = 4 << 20
 def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
     uploads = FairSemaphore("uploads of adapters", MAX_UPLOADS, max_per_tenant=MAX_UPLOADS_PER_PROJECT, max_waiting=0)
     content = takes_content("application/octet-stream", {"type": "string", "format": "binary"})
+    content["requestBody"]["content"][FORM_TYPE] = {"schema": _FORM}
 
     @routes.put("/v1/loras/{name:model}/weights", response_model=Lora, openapi_extra=content)
     async def put_weights(name: str, request: Request) -> Response:
-        """Load an adapter from a safetensors file and a header with its adapter_config.json; answers when served.
+        """Load an adapter from a safetensors file and its adapter_config.json; answers when served.
 
+        The body is the file and a header has the configuration, or it is a form with both, `weights` and `config`.
         The store's reader process validates the bytes.
         """
-        config = request.headers.get(CONFIG_HEADER, "")
-        if not config:
-            raise InvalidRequest(
-                f"the header {CONFIG_HEADER} is missing; send the adapter_config.json of the weights in it"
-            )
-        if holds_key(config):
-            raise InvalidRequest(f"the header {CONFIG_HEADER} contains an API key; leave it out")
-        caller = http_principal(request)
+        caller, limit = http_principal(request), "limits.max_upload_bytes"
+        max_bytes = service.preprocessor.limits.max_upload_bytes
         load = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
         async with uploads.hold(caller.tenant_id):
-            job, entry = await _upload(request, load, config.encode("latin-1"), service)
+            if request.headers.get("content-type", "").lower().startswith(FORM_TYPE):
+                form = await read_form(request, max_bytes, limit)
+                try:
+                    config, weights = await _form_parts(form)
+                    job, entry = await _upload(weights, load, config, service)
+                finally:
+                    await form.close()
+            else:
+                config = _checked_config(request.headers.get(CONFIG_HEADER, "").encode("latin-1"))
+                job, entry = await _upload(body_parts(request, max_bytes, limit), load, config, service)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
 
+def _checked_config(config: bytes) -> bytes:
+    """Raises InvalidRequest for a configuration that is missing or contains an API key."""
+    if not config:
+        raise InvalidRequest(
+            f"the header {CONFIG_HEADER} is missing; send the adapter_config.json of the weights in it, or both in a "
+            f"form ({FORM_TYPE}) as config and weights"
+        )
+    if holds_key(config.decode("latin-1")):
+        raise InvalidRequest("the adapter's configuration contains an API key; leave it out")
+    return config
+
+
+async def _form_parts(form: FormData) -> tuple[bytes, AsyncGenerator[bytes]]:
+    """The configuration of an upload's form, and its weights part by part. Raises InvalidRequest."""
+    if unknown := sorted(set(form) - {"config", "weights"}):
+        raise InvalidRequest(f"{unknown[0][:80]!r} is not a field of an upload", param=unknown[0][:80])
+    config, weights = form.get("config"), form.get("weights")
+    if not isinstance(weights, UploadFile):
+        raise InvalidRequest("weights is missing; send the safetensors file", param="weights")
+    text = await config.read(MAX_FIELD_BYTES + 1) if isinstance(config, UploadFile) else (config or "").encode()
+    if len(text) > MAX_FIELD_BYTES:
+        raise InvalidRequest(f"config is longer than {MAX_FIELD_BYTES} bytes", param="config")
+
+    async def parts() -> AsyncGenerator[bytes]:
+        while part := await weights.read(PART_BYTES):
+            yield part
+
+    return _checked_config(text), parts()
+
+
 async def _upload(
-    request: Request, load: LoadRequest, config: bytes, service: IngressService
+    pieces: AsyncIterator[bytes], load: LoadRequest, config: bytes, service: IngressService
 ) -> tuple[RegistryJob, CatalogEntry]:
-    """Send the body to the store part by part, and load it. Raises what the store and reading the body raise."""
+    """Send weights to the store part by part, and load them. Raises what the store and reading the body raise."""
     store, offset = service.adapter_admin.store, 0
     upload_id = await store.begin_upload(load, config)
     part = bytearray()
     try:
-        async for piece in body_parts(request, service.preprocessor.limits.max_upload_bytes, "limits.max_upload_bytes"):
+        async for piece in pieces:
             part += piece
             if len(part) >= PART_BYTES:
                 await store.write_upload(upload_id, offset, bytes(part))

@@ -59,7 +59,7 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
             assert answer.text == "Success: LoRA adapter 'new' removed successfully."
         else:
             assert answer.json()["state"] == "REMOVED"
-            assert (answer.json().get("status") == "success") == (unload[1] == "/v1/unload_lora")
+            assert answer.json()["status"] == "success"
         assert (await http.get("/v1/loras/new")).status_code == 404
         assert (await http.request(unload[0], unload[1], json=unload[2])).status_code == 404
         assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).status_code == 404
@@ -306,7 +306,6 @@ async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, ser
         ("PUT", "/v1/aliases/app", {"targets": {"sql": 0}}, 400),
         ("PUT", "/v1/aliases/app", {"targets": {"absent": 1}}, 404),
         ("PUT", "/v1/aliases/sql", {"targets": {"sql": 1}}, 400),
-        ("PUT", "/v1/aliases/base", {"targets": {"sql": 1}}, 400),
         ("PUT", "/v1/aliases/..", {"targets": {"sql": 1}}, 404),
         ("POST", "/v1/aliases/app/promote", {"target": "sql"}, 404),
         ("POST", "/v1/aliases/app/rollback", {"version": 0}, 400),

@@ -83,6 +83,41 @@ async def test_a_name_that_cannot_be_one_writes_nothing(http: httpx.AsyncClient,
     assert not list(service.managed.uploads.root.iterdir())
 
 
+@pytest.mark.parametrize("as_file", [False, True])
+async def test_a_long_configuration_comes_in_a_form(http: httpx.AsyncClient, service: Service, as_file: bool) -> None:
+    config = CONFIG[:-1] + ', "target_modules": ["' + "x" * 200_000 + '"]}'
+    assert service.managed.uploads is not None
+    with complete_upload(service.managed.uploads, config.encode(), WEIGHTS) as source:
+        service.managed.store.contents[source] = service.managed.store.contents["new"]
+    files = {"weights": ("adapter_model.safetensors", WEIGHTS, "application/octet-stream")}
+    fields = {} if as_file else {"config": config}
+    if as_file:
+        files["config"] = ("adapter_config.json", config.encode(), "application/json")
+    answer = await http.put("/v1/loras/org/tuned/weights", files=files, data=fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["digest"] == service.managed.store.contents["new"]
+
+
+async def test_a_form_that_is_no_upload_is_refused(http: httpx.AsyncClient, service: Service) -> None:
+    path, weights = "/v1/loras/tuned/weights", {"weights": ("w", WEIGHTS)}
+    key = "sk-poly-" + "a" * 40
+    wrong = (
+        ({"files": weights}, 400, None),
+        ({"files": weights, "data": {"config": CONFIG, "other": "x"}}, 400, "other"),
+        ({"files": {"config": ("c", CONFIG.encode())}}, 400, "weights"),
+        ({"files": weights, "data": {"config": f'{{"x": "{key}"}}'}}, 400, None),
+        ({"content": b"no form", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}, 400, "file"),
+        ({"content": b"no form", "headers": {"Content-Type": "multipart/form-data"}}, 400, "file"),
+    )
+    for sent, status, param in wrong:
+        answer = await http.put(path, **sent)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    service.reconfigure({"max_upload_bytes": 1024})
+    too_long = {"weights": ("w", bytes(3 << 20))}
+    assert (await http.put(path, files=too_long, data={"config": CONFIG})).status_code == 413
+    assert (await http.post("/v1/loras", files=weights)).status_code == 415, "elsewhere a form is refused"
+
+
 async def test_what_is_no_upload_is_refused(http: httpx.AsyncClient, service: Service) -> None:
     path = "/v1/loras/tuned/weights"
     kind = {"Content-Type": "application/octet-stream"}
