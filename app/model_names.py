@@ -101,18 +101,18 @@ def check_model_id(text: str) -> None:
         raise InvalidRequest(f"{text[:80]!r} does not begin with a project's id before its colon", param="model")
 
 
-def _configured(name: str) -> str:
+def _valid_name(name: str) -> str:
     if (problem := name_problem(name)) is not None:
         raise ValueError(f"the name {name[:80]!r} {problem}")
     return name
 
 
-def _configured_reference(name: str) -> str:
-    _configured(split_version(name)[0])
+def _valid_reference(name: str) -> str:
+    _valid_name(split_version(name)[0])
     return name
 
 
-def _configured_model_id(text: str) -> str:
+def _valid_model_id(text: str) -> str:
     try:
         check_model_id(text)
     except InvalidRequest as error:
@@ -121,6 +121,6 @@ def _configured_model_id(text: str) -> str:
 
 
 #: In files of settings: a name, one that may have a version, and a model of `check_model_id`.
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(_configured)]
-NameReference = Annotated[str, AfterValidator(_configured_reference)]
-ModelId = Annotated[str, AfterValidator(_configured_model_id)]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(_valid_name)]
+NameReference = Annotated[str, AfterValidator(_valid_reference)]
+ModelId = Annotated[str, AfterValidator(_valid_model_id)]

@@ -21,7 +21,7 @@ from app.private_folder import make_private
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 #: HAProxy's buffers, two for each connection that waits or sends, and the longest head of a request that is passed on.
-#: A longer one is told so as long as it fits into a buffer.
+#: A longer one gets a 431 as long as it fits into a buffer.
 HA_PROXY_BUFFER_BYTES, MAX_HEAD_BYTES = 64 << 10, 32 << 10
 
 #: (variable, value, purpose)
