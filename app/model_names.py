@@ -32,7 +32,7 @@ _VERSION = re.compile(
 )
 
 
-class Version(NamedTuple):
+class ModelVersion(NamedTuple):
     """Which contents of a name are meant: a generation, or the beginning of a hex SHA-256 digest."""
 
     generation: int | None = None
@@ -45,15 +45,15 @@ class Version(NamedTuple):
         return digest.startswith(self.digest_prefix)
 
 
-def split_version(text: str) -> tuple[str, Version | None]:
+def split_version(text: str) -> tuple[str, ModelVersion | None]:
     """A name and its version, None if it has none. What is no version stays a part of the name, which nothing has."""
     name, at, version = text.partition("@")
     found = _VERSION.fullmatch(version) if at else None
     if found is None:
         return text, None
     if found["generation"] is not None:
-        return name, Version(generation=int(found["generation"]))
-    return name, Version(digest_prefix=found["digest"].lower())
+        return name, ModelVersion(generation=int(found["generation"]))
+    return name, ModelVersion(digest_prefix=found["digest"].lower())
 
 
 def name_problem(text: str) -> str | None:

@@ -12,7 +12,7 @@ from app.engine.errors import InvalidRequest
 from app.model_names import (
     MAX_NAME_CHARS,
     ROUTE_SUFFIXES,
-    Version,
+    ModelVersion,
     check_model_id,
     check_name,
     is_name,
@@ -52,11 +52,11 @@ def test_what_is_no_name(name: str) -> None:
     ("text", "name", "version"),
     [
         ("org/name", "org/name", None),
-        ("org/name@3", "org/name", Version(generation=3)),
-        ("a@1234567", "a", Version(generation=1234567)),
-        ("a@12345678", "a", Version(digest_prefix="12345678")),
-        ("a@3F9C2A71", "a", Version(digest_prefix="3f9c2a71")),
-        (f"a@sha256:{DIGEST}", "a", Version(digest_prefix=DIGEST)),
+        ("org/name@3", "org/name", ModelVersion(generation=3)),
+        ("a@1234567", "a", ModelVersion(generation=1234567)),
+        ("a@12345678", "a", ModelVersion(digest_prefix="12345678")),
+        ("a@3F9C2A71", "a", ModelVersion(digest_prefix="3f9c2a71")),
+        (f"a@sha256:{DIGEST}", "a", ModelVersion(digest_prefix=DIGEST)),
         ("a@0", "a@0", None),
         ("a@01", "a@01", None),
         ("a@3f9c2a7", "a@3f9c2a7", None),
@@ -66,16 +66,16 @@ def test_what_is_no_name(name: str) -> None:
         ("a@", "a@", None),
     ],
 )
-def test_versions(text: str, name: str, version: Version | None) -> None:
+def test_versions(text: str, name: str, version: ModelVersion | None) -> None:
     assert split_version(text) == (name, version)
 
 
 def test_a_version_is_of_its_contents_only() -> None:
-    assert Version(generation=3).is_of(DIGEST, 3)
-    assert not Version(generation=3).is_of(DIGEST, 4)
-    assert not Version(generation=3).is_of(DIGEST), "the base has no generation"
-    assert Version(digest_prefix="3f9c2a71").is_of(DIGEST, 4)
-    assert not Version(digest_prefix="9c2a713f").is_of(DIGEST, 4)
+    assert ModelVersion(generation=3).is_of(DIGEST, 3)
+    assert not ModelVersion(generation=3).is_of(DIGEST, 4)
+    assert not ModelVersion(generation=3).is_of(DIGEST), "the base has no generation"
+    assert ModelVersion(digest_prefix="3f9c2a71").is_of(DIGEST, 4)
+    assert not ModelVersion(digest_prefix="9c2a713f").is_of(DIGEST, 4)
 
 
 def test_the_error_says_what_a_name_may_be() -> None:

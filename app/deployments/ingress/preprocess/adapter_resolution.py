@@ -28,7 +28,7 @@ from app.engine.adapters.combining.combination import (
     parse_combination,
 )
 from app.engine.errors import InvalidRequest, NotFound, NotReady
-from app.model_names import Version, split_version
+from app.model_names import ModelVersion, split_version
 
 
 class _NeedsLoad(Exception):
@@ -202,7 +202,7 @@ class AdapterResolver:
                 return ref
         raise _not_found(shown_name)
 
-    def _target(self, alias: AliasEntry, sticky_key: str, version: Version | None) -> str:
+    def _target(self, alias: AliasEntry, sticky_key: str, version: ModelVersion | None) -> str:
         """An alias's target for a request; one of this version, if the request names a version and there is one."""
         if version is not None:
             for target in sorted(alias.targets, key=lambda target: -target.weight):

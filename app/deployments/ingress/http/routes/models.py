@@ -19,7 +19,7 @@ from app.deployments.registry.feed.view import Entry, RegistryView
 from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import NotFound
-from app.model_names import Version, split_version
+from app.model_names import ModelVersion, split_version
 
 
 class ModelQuery(QueryParams):
@@ -82,7 +82,7 @@ async def all_models(service: IngressService, after: str | None, caller: Princip
     )
 
 
-def _means(registry: RegistryView, entry: Entry, version: Version) -> bool:
+def _means(registry: RegistryView, entry: Entry, version: ModelVersion) -> bool:
     """Whether an adapter's contents, or those of one of an alias's targets, are this version."""
     names = [target.name for target in entry.targets] if isinstance(entry, AliasEntry) else [entry.name]
     refs = (registry.resolve(split_version(name)[0], "", entry.tenant_id) for name in names)
