@@ -12,6 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from app.config import ADMIN_KEY, MANAGEMENT_TOKEN
@@ -39,6 +40,24 @@ class ApiClient:
 
     def call(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Raises ApiError."""
+        with self._answer(method, route, body) as answer:
+            decoded: dict[str, Any] = json.load(answer)
+            return decoded
+
+    def events(self, route: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The JSON events of a stream, as they come. Raises ApiError, also for an error within the stream."""
+        with self._answer("POST", route, body) as answer:
+            for line in answer:
+                text = line.decode().strip()
+                if not text.startswith("data:") or text.endswith("[DONE]"):
+                    continue
+                event = json.loads(text.removeprefix("data:"))
+                if "error" in event:
+                    raise ApiError(str(event["error"].get("message")))
+                yield event
+
+    @contextmanager
+    def _answer(self, method: str, route: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(ADMIN_KEY) or os.environ.get(MANAGEMENT_TOKEN):
@@ -46,8 +65,7 @@ class ApiClient:
         try:
             request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                decoded: dict[str, Any] = json.load(answer)
-                return decoded
+                yield answer
         except urllib.error.HTTPError as error:
             with error:
                 way_out = f"; set {ADMIN_KEY} to an admin key" if error.code == 401 else ""

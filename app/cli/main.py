@@ -12,7 +12,11 @@
     polylora tenants create acme                  create a project and its first key; also limits, usage and more
     polylora apply configs/adapters.yaml          make a running service's adapters match a file
     polylora register names.jsonl                 register many adapters, to be loaded at first use
-    polylora status                               show a running service
+    polylora status                               show a running service; also ps
+    polylora ls                                   list its adapters and aliases; also load, unload, alias, logs -f
+    polylora chat sql "How many users?"           ask a model
+    polylora bench --url … --models sql           measure a service under load
+    polylora completion bash                      complete commands in a shell
     polylora doctor --config configs/serve.yaml   check whether a service would start here, and what it could hold
     polylora capacity --trace log.jsonl --slo-ttft 1  how many replicas a recorded traffic needs
 
@@ -35,11 +39,13 @@ from typing import TextIO
 from app.cli.adapters import add_commands, add_config_option
 from app.cli.apply import add_apply
 from app.cli.capacity import add_capacity
+from app.cli.client_commands import add_client_commands
+from app.cli.completion import add_completion
 from app.cli.doctor import add_doctor
 from app.cli.register import add_register
 from app.cli.status import add_status
 from app.cli.tenants import add_create_admin_key, add_tenants
-from app.engine.errors import PolyloraError
+from app.engine.errors import ConfigError, PolyloraError
 from app.redaction import escape_control_chars
 from app.version import version
 
@@ -57,9 +63,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_create_admin_key(commands)
     add_tenants(commands)
     add_status(commands)
+    add_client_commands(commands)
     add_doctor(commands)
     add_capacity(commands)
-    for command in commands.choices.values():
+    _add_bench(commands)
+    add_completion(commands, make_parser)
+    for command in dict.fromkeys(commands.choices.values()):  # an alias of a command is the same parser
         command.add_argument("--verbose", action="store_true", help="print the traceback of an error")
     _describe_subcommands(parser)
     return parser
@@ -129,6 +138,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     return serve_until_stopped(
         arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard, is_encoder=is_encoder
     )
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure a service under load (in a checkout of this project)")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="as of python -m load_tests.http.run; -h lists them")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    try:
+        from load_tests.http.run import main as run_load_test
+    except ModuleNotFoundError as error:
+        raise ConfigError("bench needs the folder load_tests; run it in a checkout of this project") from error
+    run_load_test(arguments.options)
+    return 0
 
 
 def _add_download(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

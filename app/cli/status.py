@@ -7,6 +7,7 @@ machine is asked instead; Ray's token is found where Ray keeps it.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +25,10 @@ _MIB = 1 << 20
 
 
 def add_status(commands: Any) -> None:
-    parser = commands.add_parser("status", help="show a running service: replicas, tiers, recent failures")
+    text = "show a running service: replicas, tiers, recent failures"
+    parser = commands.add_parser("status", help=text, aliases=["ps"])
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    parser.add_argument("--json", action="store_true", help="print the service's answer as JSON")
     parser.set_defaults(run=_status)
 
 
@@ -37,12 +40,12 @@ def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
         f"{url}: {readiness}",
         f"polylora {status['version']}, {status['model']}, {status['num_adapters']} adapters",
         "",
-        *_table(
+        *table(
             ("engine replica", "running", "waiting", "KV blocks", "rank rows free", "adapters", "memory"),
             [_replica_row(replica) for replica in status["replicas"]],
         ),
         "",
-        *_table(
+        *table(
             ("tier", "adapters", "MiB", "hits", "misses", "evictions"),
             [_tier_row(name, counts) for name, counts in status["tiers"].items()],
         ),
@@ -75,7 +78,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(f"{error}\nasking Ray on this machine:")
         print("\n".join(ray_lines(_applications())))
         return 1
-    print("\n".join(status_lines(status, arguments.url)))
+    print(json.dumps(status) if arguments.json else "\n".join(status_lines(status, arguments.url)))
     return 0 if status["is_ready"] else 1
 
 
@@ -125,8 +128,8 @@ def _failure_line(event: Mapping[str, Any]) -> str:
     return f"  {when}  {event['event']}  {event.get('name') or ''}  {detail}".rstrip()
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their contents, the first left-aligned."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as their contents, the first left-aligned."""
     cells = [head, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     return [

@@ -39,6 +39,11 @@ def add_tenants(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     parser.set_defaults(run=_run)
 
+    usage = commands.add_parser("usage", help=f"what projects used in the last day (needs {ADMIN_KEY})")
+    _add_common(usage, DEFAULT_URL, False)
+    usage.add_argument("project", nargs="?", help="its id; default: all projects together")
+    usage.set_defaults(run=_run, action="usage")
+
     actions.add_parser("list", help="all projects")
     create = actions.add_parser("create", help="a project and its first key")
     create.add_argument("name")
@@ -46,7 +51,6 @@ def add_tenants(commands: Any) -> None:
     for action, text in (
         ("show", "a project's settings, limits and keys"),
         ("archive", "archive a project; its keys become invalid"),
-        ("usage", "what a project used in the last day"),
         ("rotate-salt", "discard a project's cached prefixes"),
     ):
         actions.add_parser(action, help=text).add_argument("project", help="its id")
@@ -203,9 +207,9 @@ def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
             "start_time": int(time.time()) - 86_400,
             "bucket_width": "1h",
             "limit": 25,
-            "project_ids[]": arguments.project,
             "group_by[]": "model",
         }
+        | ({} if arguments.project is None else {"project_ids[]": arguments.project})
     )
     answer = service.call("GET", f"/v1/organization/usage/completions?{query}")
     lines = [

@@ -20,7 +20,10 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
-                yield from _command(action.choices[choice.dest], choice.help or "")
+                parser_of = action.choices
+                others = [name for name, each in parser_of.items() if each is parser_of[choice.dest]]
+                also = "".join(f"; also `{name}`" for name in others if name != choice.dest)
+                yield from _command(parser_of[choice.dest], f"{choice.help or ''}{also}")
 
 
 def _command(parser: argparse.ArgumentParser, says: str) -> Iterator[str]:

@@ -107,8 +107,9 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
     assert await run("rotate-salt", project_id) == 0
     assert service.accounting.view.tenant(project_id).salt != salt  # type: ignore[union-attr]
     capsys.readouterr()
-    assert await run("usage", project_id) == 0
-    assert capsys.readouterr().out == "nothing was used\n"
+    for project in ([project_id], []):
+        assert await asyncio.to_thread(main, ["usage", "--url", "http://test", *project]) == 0
+        assert capsys.readouterr().out == "nothing was used\n"
     assert await run("archive", project_id) == 0
     capsys.readouterr()
     for arguments in (["--json", "list"], ["list", "--json"], ["list", "--json", "--url", "http://test"]):
