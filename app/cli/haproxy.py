@@ -279,7 +279,7 @@ def _frontend(
     )
     too_long = _error_body(
         "head_too_large",
-        f"the path and headers have over {MAX_HEAD_BYTES} bytes; send an adapter's long configuration in the body: "
+        f"the path and headers have over {MAX_HEAD_BYTES} bytes; send the configuration of an adapter in the body: "
         "multipart/form-data with config and weights",
         "invalid_request_error",
     )
@@ -321,6 +321,7 @@ def _not_ready(when: str = "request") -> str:
 
 
 def _error_body(code: str, message: str, kind: str = "server_error") -> str:
+    assert "'" not in message, "HAProxy's configuration quotes it"
     return f'{{"error": {{"message": "{message}", "type": "{kind}", "param": null, "code": "{code}"}}}}'
 
 

@@ -276,3 +276,20 @@ async def test_several_adapters_answer_as_one(service: Service) -> None:
         assert (await http.delete("/v1/loras/mix")).status_code == 200
         with pytest.raises(openai.NotFoundError):
             await text("mix")
+
+
+async def test_names_with_a_slash_and_a_version_pass_the_proxy(service: Service) -> None:
+    with service.http() as http:
+        source = http.get("/v1/loras/r8").json()["path"]
+        loaded = http.post("/v1/loras", json={"lora_name": "some-org/legal", "source": {"uri": f"file://{source}"}})
+        assert loaded.status_code == 201, loaded.text
+        digest = loaded.json()["digest"]
+        for path in ("some-org/legal", "some-org%2Flegal", "some-org%2Flegal%40" + digest[:12]):
+            answer = http.get(f"/v1/models/{path}")
+            assert (answer.status_code, answer.json()["id"]) == (200, "some-org/legal"), answer.text
+            assert http.get(f"/v1/loras/{path}/generations").json()["data"][0]["digest"] == digest
+        body = {"model": f"some-org/legal@{digest[:8]}", "prompt": "hi", "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        async with service.openai() as client:
+            assert (await client.models.retrieve("some-org/legal")).id == "some-org/legal"
+        assert http.delete("/v1/loras/some-org%2Flegal").status_code == 200
