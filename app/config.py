@@ -315,6 +315,7 @@ class HttpConfig(_Settings):
         description="When a request needs an API key: auto, once there is any key, and until then only requests from "
         "the service's own machine are accepted; keys, always; open, never (a key that is sent is still used).",
     )
+    console: bool = Field(default=True, description="Whether the web console is served at /console.")
     allowed_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = Field(
         default=(),
         description="Origins of web pages that may call the service (CORS), such as https://app.example.com.",

@@ -44,8 +44,8 @@ class AdapterMetrics:
         """Count a finished task; `status` is what its client got. A client that left is no error."""
         is_error = status >= HTTPStatus.BAD_REQUEST and status != TABLE[ClientGone].status
         request = Activity(num_requests=1, num_errors=int(is_error))
-        if task.progress.first_s is not None and len({each.requested_adapter for each in task.requests}) == 1:
-            request = request.plus(first_token(task.progress.first_s - task.requests[0].arrival_s))
+        if len({each.requested_adapter for each in task.requests}) == 1:
+            request = request.plus(_first_token(task))
         counts: dict[ActivityKey, Activity] = {}
         for each, usage in zip(task.requests, task.usages, strict=True):
             if (ref := each.requested_adapter) is not None:
@@ -119,6 +119,19 @@ def activity_body(activity: Activity) -> dict[str, Any]:
         "completion_tokens": activity.completion_tokens,
         "time_to_first_token_seconds": times,
     }
+
+
+def request_activity(task: GenerationTask) -> Activity:
+    """One request and its tokens."""
+    activity = Activity(num_requests=1).plus(_first_token(task))
+    for usage in task.usages:
+        activity = activity.plus(_tokens(usage))
+    return activity
+
+
+def _first_token(task: GenerationTask) -> Activity:
+    first_s = task.progress.first_s
+    return Activity() if first_s is None else first_token(first_s - task.requests[0].arrival_s)
 
 
 def _tokens(usage: Usage | None) -> Activity:

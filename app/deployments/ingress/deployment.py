@@ -117,6 +117,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
             self._service.adapter_admin.keep_resuming_unloads,
             self._service.adapter_metrics.keep_flushing,
+            self._service.overview.keep_sampling,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))

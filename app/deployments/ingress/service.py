@@ -26,6 +26,7 @@ from app.deployments.ingress.dispatch.request_router import PrefixHasher, Reques
 from app.deployments.ingress.embeddings import Embedder
 from app.deployments.ingress.error_responses import TABLE, ClientGone
 from app.deployments.ingress.metrics import IngressMetrics
+from app.deployments.ingress.overview import ServiceOverview, without_adapter_names
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
 from app.deployments.ingress.preprocess.adapter_resolution import AdapterResolver
 from app.deployments.ingress.preprocess.lazy_adapter_loader import LazyAdapterLoader
@@ -124,6 +125,10 @@ class IngressService:
         self.adapter_admin = AdapterAdmin(parts.store, parts.replicas, parts.placer)
         self.adapter_metrics = AdapterMetrics(parts.accounting.tenants_service)
         self.storage, self.storage_config = parts.storage, config.storage
+        self.overview = ServiceOverview(
+            config, parts.registry, parts.placer, self._connections, parts.replicas, parts.store, parts.clock,
+            parts.steady_clock,
+        )  # fmt: skip
         self._batch_runner: BatchRunner | None = None
 
     @property
@@ -171,6 +176,7 @@ class IngressService:
 
     def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
         """Count a finished request; `task` is None if it failed before it had sequences."""
+        self.overview.record(task, status)
         if task is not None:
             self.accounting.end(task, is_cut=status == TABLE[ClientGone].status)
             self.adapter_metrics.record(task, status)
@@ -207,7 +213,7 @@ class IngressService:
         return summary | {
             "num_adapters": self.registry.num_adapters,
             "num_open_requests": self._connections.num_streams,
-            "replicas": [_without_adapter_names(replica) for replica in replicas],
+            "replicas": [without_adapter_names(replica) for replica in replicas],
             "tiers": tiers,
             "failures": [record_body(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
         }
@@ -230,8 +236,3 @@ def _new_project_limits(config: AppConfig) -> TenantLimits:
         max_adapters=given.max_adapters,
         calls_per_min=given.calls_per_min,
     )
-
-
-def _without_adapter_names(replica: dict[str, Any]) -> dict[str, Any]:
-    """A replica's counts, with the number of its adapters instead of their digests."""
-    return {name: len(value) if isinstance(value, tuple) else value for name, value in replica.items()}

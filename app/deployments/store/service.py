@@ -328,6 +328,12 @@ class StoreService(Generic[H]):
         return {tier: self._host_cache.counts.of(tier) for tier in TIERS}
 
     @remote_method
+    async def host_digests(self) -> tuple[str, ...]:
+        """The adapters in host memory."""
+        self._on_call()
+        return self._host_cache.cached_digests
+
+    @remote_method
     async def fetch(self, ref: AdapterRef, again: bool = False) -> H | None:
         """The packed adapter with this digest, or None while it is being read. Raises AdapterUnreadable if it cannot be
         read.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,6 +67,7 @@ class TenantsService:
     ) -> None:
         self._adapters = adapters or AdapterStatsTable(clock)
         self.throughput = TenantThroughput(self._weight, monotonic)
+        self._session_secret = secrets.token_bytes(32)
         self._store = store
         self._clock = monotonic_unix_clock(clock, monotonic)
         self._quota_service = QuotaService(self._tenant, store.ledger)
@@ -87,6 +89,12 @@ class TenantsService:
         if not len(self._tasks):
             self._tasks.start(self._sync_loop())
         return await self.table.newer(known, watcher_id, timeout_s)
+
+    @remote_method
+    async def session_secret(self) -> bytes:
+        """What ingresses sign the console's sessions with, the same for all of them. It is only in this process's
+        memory: whoever reads the database cannot make sessions, and they end when this process does."""
+        return self._session_secret
 
     @remote_method
     async def create_project(self, name: str, *, actor: str, limits: TenantLimits = NO_LIMITS) -> Tenant:

@@ -22,6 +22,7 @@ from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMidd
 from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
 from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
+from app.deployments.ingress.http.middleware.sessions import ConsoleSessions
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
 from app.deployments.ingress.http.request_parsing import (
     DirectRoute,
@@ -35,12 +36,14 @@ from app.deployments.ingress.http.routes.aliases import add_alias_routes
 from app.deployments.ingress.http.routes.audit import add_audit_routes
 from app.deployments.ingress.http.routes.batches import add_batch_routes
 from app.deployments.ingress.http.routes.compat import add_compat_routes
+from app.deployments.ingress.http.routes.console import add_console_routes
 from app.deployments.ingress.http.routes.files import add_file_routes
 from app.deployments.ingress.http.routes.health import add_health_routes
 from app.deployments.ingress.http.routes.loras import add_adapter_routes
 from app.deployments.ingress.http.routes.messages import add_messages_routes
 from app.deployments.ingress.http.routes.models import add_model_routes
 from app.deployments.ingress.http.routes.openai import add_openai_routes
+from app.deployments.ingress.http.routes.overview import add_overview_routes
 from app.deployments.ingress.http.routes.responses import add_response_routes
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
@@ -69,7 +72,14 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     app.router.route_class = DirectRoute
     # Starlette runs the middleware that was added last first.
     app.add_middleware(MeteringMiddleware, service=service, policy=policy, addresses=addresses)
-    app.add_middleware(AuthMiddleware, authenticator=Authenticator(service.accounting, policy), addresses=addresses)
+    sessions = ConsoleSessions(
+        service.accounting.tenants_service.session_secret,
+        service.accounting.view,
+        service.accounting.clock,
+        policy.admin_digest,
+    )
+    authenticator = Authenticator(service.accounting, policy)
+    app.add_middleware(AuthMiddleware, authenticator=authenticator, sessions=sessions, addresses=addresses)
     app.add_middleware(StripTrailingSlash)
     app.add_middleware(HeadAsGet)
     if policy.allowed_origins:
@@ -112,9 +122,12 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     add_adapter_routes(management, service)
     add_audit_routes(management, service)
     add_alias_routes(management, service)
+    add_overview_routes(management, service)
     app.include_router(management)
     app.include_router(admin_router(service))
     add_health_routes(app, service)
+    if policy.console:
+        add_console_routes(app, service, policy, sessions)
     return app
 
 

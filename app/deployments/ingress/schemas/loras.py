@@ -9,7 +9,7 @@ from pydantic import Field
 from app.config import TrafficWeight
 from app.deployments.ingress.preprocess.adapter_combination import CombinationBody
 from app.deployments.ingress.schemas.request_model import Body, Items
-from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
+from app.deployments.ingress.schemas.response_model import Omittable, PageResponse, ResponseModel, Seconds
 from app.deployments.registry.models import MAX_REGISTRATIONS
 
 
@@ -135,6 +135,12 @@ class Lora(ResponseModel):
     metadata: dict[str, Any]
     alora_invocation_tokens: list[int] | None
     job: LoraJob | None = None
+
+
+class LoraPage(PageResponse[Lora]):
+    """`total`: all adapters that match, on any page."""
+
+    total: int
 
 
 class ReplicaResidency(ResponseModel):

@@ -62,6 +62,19 @@ class RegistryView:
     def num_adapters(self) -> int:
         return sum(len(names) for (_, kind), names in self._names.items() if kind is CatalogEntry)
 
+    def adapter_names(self, tenant_id: str) -> Sequence[str]:
+        """The names of a tenant's adapters, sorted; valid until the next turn of the event loop."""
+        return self._names.get((tenant_id, CatalogEntry), ())
+
+    def adapter_keys(self) -> list[Key]:
+        """All tenants' adapters, by tenant and name."""
+        return [
+            (tenant_id, name)
+            for tenant_id, kind in sorted(self._names, key=lambda key: key[0])
+            if kind is CatalogEntry
+            for name in self._names[tenant_id, kind]
+        ]
+
     def follow(self, note: Callable[[Key, Entry | None], None]) -> None:
         """Call `note` with every present entry, and with each change from now on; None: removed."""
         self._followers.append(note)

@@ -13,7 +13,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.error_responses import InvalidApiKey
-from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
+from app.deployments.ingress.http.middleware.origin_check import (
+    HttpPolicy,
+    client_address,
+    error_response,
+    is_console,
+)
+from app.deployments.ingress.http.middleware.sessions import ENVIRONMENT_KEY, ConsoleSessions, Session
 from app.deployments.ingress.principal import STATE, Principal, address_of
 from app.deployments.ingress.serializers.messages import is_messages
 from app.deployments.registry.models import DEFAULT_TENANT
@@ -25,10 +31,8 @@ from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
-#: Paths that need no authentication: the probes.
+#: Paths that need no authentication: the probes. The console's files need none either.
 PUBLIC_PATHS = frozenset({"/health", "/readyz", "/livez"})
-#: The id of the admin key that comes from the environment.
-ENVIRONMENT_KEY = "key_environment"
 
 
 class Authenticator:
@@ -45,9 +49,11 @@ class Authenticator:
             return self._accounting.view.has_keys or self._policy.admin_digest is not None
         return self._policy.auth == "keys"
 
-    def caller(self, request: HTTPConnection) -> Principal:
-        """Raises InvalidApiKey."""
+    def caller(self, request: HTTPConnection, session: Session | None = None) -> Principal:
+        """`session`: the console's, instead of a key. Raises InvalidApiKey."""
         value = _request_key(request)
+        if session is not None and not value:
+            return self._authenticate_session(request, session)
         if self.needs_keys or is_key(value) or self._is_environment_key(value):
             return self._authenticate_key(request, value)
         if self._policy.auth == "auto" and not self._policy.is_local(request.scope):
@@ -75,6 +81,14 @@ class Authenticator:
             if value
             else "a key is needed: send the header Authorization: Bearer <API key>"
         )
+
+    def _authenticate_session(self, request: HTTPConnection, session: Session) -> Principal:
+        if session.key_id == ENVIRONMENT_KEY and self._policy.admin_digest is not None:
+            return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {address_of(request)}", ENVIRONMENT_KEY)
+        found = self._accounting.view.find_id(session.key_id, self._accounting.clock())
+        if found is None:
+            raise InvalidApiKey("the key of this session has expired or was revoked; sign in with another")
+        return self._key_principal(request, found)
 
     def _is_environment_key(self, value: str) -> bool:
         digest = self._policy.admin_digest
@@ -127,16 +141,20 @@ def _operator(request: HTTPConnection) -> Principal:
 class AuthMiddleware:
     """ASGI middleware that stores the caller in the request's state, or answers with an error."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, addresses: AddressLimiter) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, sessions: ConsoleSessions, addresses: AddressLimiter
+    ) -> None:
         """`addresses`: calls of callers without a project, refused requests among them."""
         self._app = app
         self._authenticator = authenticator
+        self._sessions = sessions
         self._addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS and not is_console(scope["path"]):
             try:
-                caller = self._authenticator.caller(HTTPConnection(scope))
+                connection = HTTPConnection(scope)
+                caller = self._authenticator.caller(connection, await self._sessions.of(connection))
                 _check_url(scope)
             except PolyloraError as error:
                 await error_response(self._refusal(scope, error), scope["path"])(scope, receive, send)

@@ -65,6 +65,7 @@ class HttpPolicy:
     is_on_loopback: bool = False
     auth: AuthMode = "auto"
     admin_digest: str | None = None
+    console: bool = True
 
     @classmethod
     def of(cls, config: HttpConfig, environ: Mapping[str, str], host: str) -> HttpPolicy:
@@ -88,6 +89,7 @@ class HttpPolicy:
             _is_loopback((host, 0)),
             config.auth,
             environment_digest(environ, ADMIN_KEY),
+            config.console,
         )
 
     def check_site(self, scope: Scope) -> None:
@@ -104,7 +106,8 @@ class HttpPolicy:
         origin = headers.get("origin")
         if origin is not None and origin not in self.allowed_origins and urlsplit(origin).netloc.lower() != host:
             raise CrossSite(f"requests from pages of {origin[:80]!r} are refused; http.allowed_origins may list it")
-        if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        is_link = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate" and is_console(scope["path"])
+        if origin is None and not is_link and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise CrossSite("requests from other sites' pages are refused")
         if scope["method"] in _SAFE_METHODS:
             return
@@ -180,6 +183,11 @@ class OriginCheckMiddleware:
             await error_response(error, scope["path"])(scope, receive, send_with_headers)
             return
         await self._app(scope, receive, send_with_headers)
+
+
+def is_console(path: str) -> bool:
+    """Whether a path is one of the console's files, which are the same for everyone."""
+    return path == "/console" or path.startswith("/console/")
 
 
 def client_address(scope: Scope) -> str:

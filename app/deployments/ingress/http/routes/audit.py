@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import MAX_PAGE, Limit, QueryParams, page_body
-from app.deployments.ingress.principal import http_principal
+from app.deployments.ingress.principal import Principal, http_principal
 from app.deployments.ingress.schemas import loras as schemas
 from app.deployments.ingress.schemas.health import ServiceStatus
 from app.deployments.ingress.schemas.loras import LoraJob
@@ -64,6 +64,16 @@ def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
             query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id
         )
         return _record_page(records, query.limit)
+
+
+async def recent_events(service: IngressService, caller: Principal, limit: int) -> list[dict[str, Any]]:
+    """The newest events that a caller may see."""
+    store = service.adapter_admin.store
+    if caller.kind == "project":
+        records = await _own_events(store, RecordQuery(limit=limit), caller.tenant_id)
+    else:
+        records = await store.events(None, limit=limit, before=None, tenant_id=caller.tenant_id)
+    return [record_body(record) for record in records[:limit]]
 
 
 async def _own_events(store: StoreService[SharedAdapter], query: RecordQuery, tenant_id: str) -> list[Event]:

@@ -5,9 +5,10 @@ Lists are read from this ingress's copy of the registry and cost no call; a sing
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from starlette.datastructures import FormData, UploadFile
@@ -22,6 +23,7 @@ from app.deployments.ingress.http.request_parsing import (
     JsonBody,
     PageQuery,
     QueryParams,
+    WholeNumber,
     body_parts,
     page_body,
     read_form,
@@ -32,6 +34,7 @@ from app.deployments.ingress.schemas.loras import (
     DynamoLora,
     Lora,
     LoraGeneration,
+    LoraPage,
     LoraStatus,
     ManifestBody,
     ManifestResult,
@@ -119,10 +122,10 @@ def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
 
 
 def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
-    @routes.get("/v1/loras", response_model=PageResponse[Lora])
-    async def adapters(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
-        """List adapters."""
-        return registry_page(request, service, query, CatalogEntry, adapter_body)
+    @routes.get("/v1/loras", response_model=LoraPage)
+    async def adapters(request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
+        """List adapters, by name or as `sort` says: those whose name or description contains `search`."""
+        return await _adapter_page(service, http_principal(request).tenant_id, query)
 
     @routes.post("/v1/loras", response_model=LoraStatus, status_code=202, responses={201: {"model": DynamoLora}})
     async def register(
@@ -218,6 +221,83 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
             for item in await service.adapter_admin.store.generations(name, tenant_id=tenant_id)
         ]
         return JSONResponse(page_body(data, has_more=False))
+
+
+class AdapterQuery(PageQuery):
+    """`sort`: a field, with a minus for the largest or newest first. `offset`: entries to leave out, where the order is
+    not that of names and `after` says nothing."""
+
+    search: str | None = None
+    state: Literal["REGISTERED", "LOADED"] | None = None
+    pinned: Flag | None = None
+    sort: Literal[
+        "name", "-name", "created", "-created", "size_bytes", "-size_bytes", "max_rank", "-max_rank",
+        "traffic_weight", "-traffic_weight",
+    ] = "name"  # fmt: skip
+    offset: Annotated[int, WholeNumber(0, 10**9)] = 0
+
+
+#: Entries that are looked at between two turns of the event loop.
+_TURN = 500
+
+
+async def _adapter_page(service: IngressService, tenant_id: str, query: AdapterQuery) -> Response:
+    """Raises InvalidRequest for `after` in another order than that of names."""
+    registry = service.registry
+    if query.after is not None and (query.sort != "name" or query.offset):
+        raise InvalidRequest("after goes on in the order of names; with sort and offset leave it out", param="after")
+    names = registry.adapter_names(tenant_id)
+    field, is_descending = query.sort.removeprefix("-"), query.sort.startswith("-")
+    if query.search is None and query.state is None and query.pinned is None and field == "name":
+        if query.after is None:
+            ordered = names[::-1] if is_descending else names
+            entries = [registry.adapter(name, tenant_id) for name in ordered[query.offset :][: query.limit]]
+            num_before = query.offset + len(entries)
+        else:
+            page = registry.page((CatalogEntry,), limit=query.limit, after=query.after, tenant_id=tenant_id)
+            entries = [each for each in page.entries if isinstance(each, CatalogEntry)]
+            num_before = len(names) - page.has_more
+        return _adapter_response([each for each in entries if each is not None], num_before, len(names))
+    found = []
+    for number, name in enumerate([*names]):
+        if number % _TURN == _TURN - 1:
+            await asyncio.sleep(0)
+        entry = registry.adapter(name, tenant_id)
+        if entry is not None and _matches(entry, query):
+            found.append(entry)
+    if field != "name":
+        found.sort(key=lambda entry: (_sort_value(entry, field), entry.name), reverse=is_descending)
+    elif is_descending:
+        found.reverse()
+    total = len(found)
+    if query.after is not None:
+        found = [entry for entry in found if entry.name > query.after]
+    page_entries = found[query.offset :][: query.limit]
+    num_before = total - len(found) + query.offset + len(page_entries)
+    return _adapter_response(page_entries, num_before, total)
+
+
+def _adapter_response(entries: Sequence[CatalogEntry], num_before: int, total: int) -> Response:
+    """`num_before`: entries up to the last of the page."""
+    return JSONResponse(page_body([*map(adapter_body, entries)], has_more=num_before < total) | {"total": total})
+
+
+def _matches(entry: CatalogEntry, query: AdapterQuery) -> bool:
+    search = (query.search or "").lower()
+    return (
+        (search in entry.name.lower() or search in entry.description.lower() or entry.ref.digest.startswith(search))
+        and query.state in (None, entry.state.value)
+        and query.pinned in (None, entry.pinned)
+    )
+
+
+def _sort_value(entry: CatalogEntry, field: str) -> float:
+    return {
+        "created": entry.registered_s,
+        "size_bytes": entry.size_bytes,
+        "max_rank": entry.max_rank,
+        "traffic_weight": entry.traffic_weight,
+    }[field]
 
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)

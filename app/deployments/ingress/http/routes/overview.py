@@ -1,0 +1,96 @@
+"""/v1/overview: the service's state and the last hour of this ingress, once or as a stream of events; and
+/v1/residency: which replica has which adapter.
+
+A project gets its own requests and adapters, and nothing of replicas and memory, which all tenants share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.error_responses import WrongKeyKind
+from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.openapi import EVENT_STREAM
+from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber
+from app.deployments.ingress.http.routes.audit import recent_events
+from app.deployments.ingress.principal import Principal, http_principal
+from app.deployments.ingress.schemas.health import Overview, ResidencyMap
+from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.traffic_history import BUCKET_S
+from app.engine.errors import QueueFull
+
+#: Open streams of one ingress, and how long one lasts: the client connects again, perhaps to another ingress, and an
+#: ingress that is to end soon does not wait long for them.
+MAX_STREAMS, STREAM_S = 100, 60.0
+
+#: Events of an overview.
+MAX_EVENTS = 20
+_Time = Annotated[int, WholeNumber(0, 10**11)]
+
+
+class OverviewQuery(QueryParams):
+    """`since`: only the samples after this Unix time. `stream`: as events, one every five seconds."""
+
+    since: _Time = 0
+    stream: Flag = False
+
+
+class ResidencyQuery(QueryParams):
+    """`name`: only this adapter, with the order in which placement prefers replicas for it."""
+
+    name: str | None = None
+
+
+def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
+    num_streams = 0
+
+    @routes.get("/v1/overview", response_model=Overview, responses=EVENT_STREAM)
+    async def overview(request: Request, query: Annotated[OverviewQuery, Query()]) -> Response:
+        """The service's state, and the last hour of this ingress in samples of five seconds; once, or as events."""
+        nonlocal num_streams
+        caller = http_principal(request)
+        body = await _body(service, caller, query.since)
+        if not query.stream:
+            return JSONResponse(body)
+        if num_streams >= MAX_STREAMS:
+            raise QueueFull(f"{MAX_STREAMS} pages follow this ingress, the limit; ask without stream")
+        num_streams += 1
+
+        def end(_: int) -> None:
+            nonlocal num_streams
+            num_streams -= 1
+
+        return EventStream(sse(body), _later(service, caller, body), end, {"X-Accel-Buffering": "no"})
+
+    @routes.get("/v1/residency", response_model=ResidencyMap)
+    async def residency(request: Request, query: Annotated[ResidencyQuery, Query()]) -> Response:
+        """Which replica has which adapter, and why; for operators."""
+        caller = http_principal(request)
+        if caller.kind == "project":
+            raise WrongKeyKind("replicas are shared by all projects; an admin key shows where adapters are")
+        return JSONResponse(await service.overview.residency(query.name, caller.tenant_id))
+
+
+async def _body(service: IngressService, caller: Principal, since_s: int) -> dict[str, Any]:
+    body: dict[str, Any]
+    body, events = await asyncio.gather(
+        service.overview.body(caller, since_s), recent_events(service, caller, MAX_EVENTS)
+    )
+    return body | {"events": events}
+
+
+async def _later(service: IngressService, caller: Principal, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+    """The bodies after the first, each with the samples since the one before."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + STREAM_S
+    while loop.time() < until_s:
+        await asyncio.sleep(BUCKET_S)
+        times = body["samples"]["times"]
+        since_s = times[-1] if times else int(body["since"])
+        body = await _body(service, caller, since_s)
+        yield sse(body)

@@ -1,0 +1,196 @@
+"""What the console's first page shows of the service, from what this ingress knows already: its own traffic, and its
+copies of the registry and of the placement table.
+
+Counts of replicas and tiers are the only calls to other processes. They are made while a page is open, at most once per
+`STATS_AGE_S` for all pages of this ingress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from app.config import AppConfig
+from app.deployments.ingress.adapter_metrics import request_activity
+from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
+from app.deployments.ingress.principal import Principal
+from app.deployments.ingress.traffic_history import BUCKET_S, REFUSALS, Gauges, TrafficHistory
+from app.deployments.placement.placer import Placer
+from app.deployments.registry.feed.view import Entry, Key, RegistryView
+from app.deployments.rpc.background_tasks import repeat
+from app.deployments.rpc.transport import ReplicaClient
+from app.deployments.store.service import StoreService
+from app.deployments.store.shared_adapter import SharedAdapter
+from app.deployments.tenancy.usage.adapter_stats import Activity
+from app.engine.errors import NotFound
+from app.version import version
+
+#: Counts of replicas and tiers are at most this old.
+STATS_AGE_S = BUCKET_S - 1.0
+#: A replica that has not answered after this long has no counts in this answer.
+STATS_TIMEOUT_S = 2.0
+#: Adapters between two turns of the event loop.
+_TURN = 500
+_COLUMNS = ("name", "tenant", "digest", "max_rank", "rows", "size_bytes", "pinned", "host", "resident", "assigned")
+
+
+class ServiceOverview:
+    """One per ingress, on its event loop. `clock` gives Unix time, `steady_clock` seconds that never go back."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        registry: RegistryView,
+        placer: Placer,
+        connections: ReplicaConnections,
+        replicas: ReplicaClient,
+        store: StoreService[SharedAdapter],
+        clock: Callable[[], float],
+        steady_clock: Callable[[], float],
+    ) -> None:
+        self._base_name, self._policy = config.model.name, config.placement.policy
+        self._registry = registry
+        self._placer = placer
+        self._connections = connections
+        self._replicas = replicas
+        self._store = store
+        self._clock, self._steady_clock = clock, steady_clock
+        self._history = TrafficHistory(clock)
+        self._num_changes: Counter[str] = Counter()
+        self._stats: asyncio.Task[tuple[dict[str, Any], dict[str, Any]]] | None = None
+        self._stats_s = 0.0
+        registry.follow(self._note_change)
+
+    def record(self, task: GenerationTask | None, status: int) -> None:
+        """Count a finished request, as `IngressService.observe` does."""
+        is_refused = status in REFUSALS
+        is_error = status >= HTTPStatus.INTERNAL_SERVER_ERROR and not is_refused
+        activity = Activity(num_requests=1) if task is None else request_activity(task)
+        tenant_id = None if task is None else task.caller.tenant_id
+        self._history.record(tenant_id, activity._replace(num_errors=int(is_error)), is_refused=is_refused)
+
+    async def keep_sampling(self) -> None:
+        """Note open and queued requests at intervals until cancelled."""
+        await repeat(self._sample, BUCKET_S, "sampling this ingress's traffic")
+
+    async def body(self, caller: Principal, since_s: int) -> dict[str, Any]:
+        """The overview for a caller, with the samples after `since_s`. Raises NotReady while the store restarts."""
+        is_project = caller.kind == "project"
+        body = {
+            "object": "overview",
+            "time": int(self._clock()),
+            "since": since_s,
+            "interval_s": BUCKET_S,
+            "version": version(),
+            "model": self._base_name,
+            "is_ready": bool(self._connections.usable),
+            "changes": self._num_changes[caller.tenant_id],
+            "num_adapters": len(self._registry.adapter_names(caller.tenant_id)),
+            "samples": self._history.series(since_s, caller.tenant_id if is_project else None),
+        }
+        if is_project:
+            return body
+        stats, tiers = await asyncio.shield(self._current_stats())
+        view = self._placer.view
+        return body | {
+            "num_adapters": self._registry.num_adapters,
+            "num_open_requests": self._connections.num_streams,
+            "replicas": [
+                self._replica_body(replica_id)
+                | {
+                    "state": "running" if replica_id in self._connections.usable else "unreachable",
+                    "stats": stats.get(replica_id),
+                }
+                for replica_id in sorted(view.replicas)
+            ],
+            "tiers": tiers,
+            "policy": self._policy,
+        }
+
+    async def residency(self, name: str | None, tenant_id: str) -> dict[str, Any]:
+        """Which replica has which adapter. `name`: only this adapter of the tenant. Raises NotFound, NotReady."""
+        view, host = self._placer.view, set(await self._store.host_digests())
+        replica_ids = sorted(view.replicas)
+        indexes = {replica_id: index for index, replica_id in enumerate(replica_ids)}
+        tenants: dict[str, int] = {}
+        rows: list[tuple[Any, ...]] = []
+        keys = self._registry.adapter_keys() if name is None else [(tenant_id, name)]
+        for number, (owner_id, each) in enumerate(keys):
+            if number % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            entry = self._registry.adapter(each, owner_id)
+            if entry is not None:
+                digest = entry.ref.digest
+                resident = sorted(indexes[place] for place in view.resident_replicas(digest) if place in indexes)
+                assigned = [indexes[place] for place in view.assigned_replicas(digest) if place in indexes]
+                tenant = tenants.setdefault(owner_id, len(tenants))
+                rows.append((
+                    each, tenant, digest[:12], entry.max_rank, view.num_rows(digest), entry.size_bytes, entry.pinned,
+                    digest in host, resident, assigned,
+                ))  # fmt: skip
+        if name is not None and not rows:
+            raise NotFound(f"there is no adapter {name[:80]!r}; GET /v1/loras lists them")
+        body: dict[str, Any] = {
+            "object": "residency",
+            "time": int(self._clock()),
+            "policy": self._policy,
+            "replicas": [self._replica_body(replica_id) for replica_id in replica_ids],
+            "tenants": [*tenants],
+            "adapters": {column: [row[index] for row in rows] for index, column in enumerate(_COLUMNS)},
+        }
+        if name is not None:
+            entry = self._registry.adapter(name, tenant_id)
+            digest = entry.ref.digest if entry is not None else ""
+            body["preference"] = [indexes[each] for each in view.preference_order(digest) if each in indexes]
+        return body
+
+    def _replica_body(self, replica_id: str) -> dict[str, Any]:
+        view = self._placer.view
+        return {
+            "id": replica_id,
+            "started": int(view.started_s(replica_id)),
+            "num_requests": self._connections.loads.num_requests(replica_id),
+            "num_rank_rows": view.num_rank_rows(replica_id),
+            "num_assigned": view.num_assigned_to(replica_id),
+        }
+
+    async def _sample(self) -> None:
+        replicas = self._placer.view.replicas
+        num_requests = sum(map(self._connections.loads.num_requests, replicas))
+        self._history.sample(Gauges(self._connections.num_streams, num_requests, len(replicas)))
+
+    def _current_stats(self) -> asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]:
+        now_s = self._steady_clock()
+        if (
+            self._stats is None
+            or now_s - self._stats_s > STATS_AGE_S
+            or (self._stats.done() and self._stats.exception())
+        ):
+            self._stats, self._stats_s = asyncio.ensure_future(self._read_stats()), now_s
+        return self._stats
+
+    async def _read_stats(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Counts by replica, and by tier of the store."""
+        replica_ids = sorted(self._placer.view.replicas)
+        calls = (asyncio.wait_for(self._replicas.stats(each), STATS_TIMEOUT_S) for each in replica_ids)
+        tiers, *found = await asyncio.gather(self._store.stats(), *calls, return_exceptions=True)
+        if isinstance(tiers, BaseException):
+            raise tiers
+        stats = {
+            replica_id: without_adapter_names(each)
+            for replica_id, each in zip(replica_ids, found, strict=True)
+            if isinstance(each, dict)
+        }
+        return stats, tiers
+
+    def _note_change(self, key: Key, entry: Entry | None) -> None:  # noqa: ARG002
+        self._num_changes[key[0]] += 1
+
+
+def without_adapter_names(replica: dict[str, Any]) -> dict[str, Any]:
+    """A replica's counts, with the number of its adapters instead of their digests."""
+    return {name: len(value) if isinstance(value, tuple) else value for name, value in replica.items()}

@@ -1,0 +1,152 @@
+"""What the console's screens read: the overview and its stream, the residency map, and the table of adapters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.routes import overview as routes
+from app.deployments.ingress.traffic_history import BUCKET_S, MAX_TENANTS, NUM_BUCKETS, Gauges, TrafficHistory
+from app.deployments.registry.models import DEFAULT_TENANT, Registration
+from app.deployments.tenancy.usage.adapter_stats import Activity, first_token
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.console.test_sessions import bearer
+
+ASK = {"model": "sql", "prompt": "hi", "max_tokens": 6, "ignore_eos": True}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_history_has_complete_buckets_of_an_hour_and_no_more() -> None:
+    clock = Clock()
+    history = TrafficHistory(clock)
+    history.record("a", Activity(1, 0, 10, 4, 6).plus(first_token(0.5)), is_refused=False)
+    history.record(None, Activity(num_requests=1), is_refused=True)
+    assert history.series(0)["times"] == [], "the present bucket is not complete"
+    clock.now_s += BUCKET_S
+    history.sample(Gauges(3, 2, 1))
+    clock.now_s += BUCKET_S
+    series = history.series(0)
+    assert series["times"] == [1_000_000, 1_000_000 + BUCKET_S]
+    assert (series["requests"], series["refused"], series["completion_tokens"]) == ([2, 0], [1, 0], [6, 0])
+    assert series["time_to_first_token_p50"][0] == pytest.approx(0.5, rel=0.2)
+    assert series["time_to_first_token_p50"][1] is None
+    assert (series["open"], series["queued"], series["replicas"]) == ([None, 3], [None, 2], [None, 1])
+    assert history.series(1_000_000)["times"] == [1_000_000 + BUCKET_S]
+    clock.now_s += NUM_BUCKETS * BUCKET_S
+    assert history.series(0)["times"] == []
+
+
+def test_a_tenant_sees_its_own_requests_and_few_tenants_are_kept() -> None:
+    clock = Clock()
+    history = TrafficHistory(clock)
+    for number in range(MAX_TENANTS + 1):
+        history.record(f"t{number}", Activity(num_requests=1), is_refused=False)
+    clock.now_s += BUCKET_S
+    assert history.series(0)["requests"] == [MAX_TENANTS + 1]
+    assert history.series(0, "t5")["requests"] == [1]
+    assert history.series(0, "t0")["requests"] == []
+    assert "open" not in history.series(0, "t5")
+
+
+async def test_the_overview_of_an_operator(http: httpx.AsyncClient, service: Service) -> None:
+    clock = Clock()
+    service.overview._history = TrafficHistory(clock)
+    assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+    clock.now_s += BUCKET_S
+    body = (await http.get("/v1/overview")).json()
+    assert body["is_ready"]
+    assert body["samples"]["requests"] == [1]
+    assert body["samples"]["completion_tokens"] == [6]
+    assert [each["state"] for each in body["replicas"]] == ["running"]
+    assert body["replicas"][0]["stats"]["num_running"] == 0
+    assert body["events"][0]["name"] == "sql"
+    assert (await http.get("/v1/overview?since=1000000")).json()["samples"]["times"] == []
+    changes = body["changes"]
+    await http.patch("/v1/loras/sql", json={"description": "answers"})
+    assert (await http.get("/v1/overview")).json()["changes"] > changes
+
+
+async def test_a_replica_that_does_not_answer_has_no_counts(http: httpx.AsyncClient, service: Service) -> None:
+    async def stats(replica_id: str) -> dict[str, Any]:
+        raise ConnectionError(replica_id)
+
+    service.overview._replicas.stats = stats  # type: ignore[method-assign]
+    assert (await http.get("/v1/overview")).json()["replicas"][0]["stats"] is None
+
+
+async def test_a_stream_sends_an_overview_at_intervals(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "BUCKET_S", 0.01)
+    monkeypatch.setattr(routes, "STREAM_S", 0.05)
+    answer = await http.get("/v1/overview?stream=true")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *bodies, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    assert len(bodies) >= 2
+    assert all(json.loads(body)["object"] == "overview" for body in bodies)
+    monkeypatch.setattr(routes, "MAX_STREAMS", 0)
+    assert (await http.get("/v1/overview?stream=true")).status_code == 429
+    assert service.overview is not None
+
+
+async def test_a_project_sees_nothing_of_others(service: Service) -> None:
+    tenants = service.managed.tenants_client
+    project = await tenants.create_project("atlas", actor="test")
+    _, issued = await tenants.create_account(project.id, "app", with_key=True, expires_in_s=None, actor="test")
+    assert issued is not None
+    transport = httpx.ASGITransport(make_app(service, HttpPolicy()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=bearer(issued.value)) as client:
+        body = (await client.get("/v1/overview")).json()
+        assert (body["num_adapters"], body["events"], body["changes"]) == (0, [], 0)
+        assert {"replicas", "tiers", "num_open_requests", "policy"}.isdisjoint(body)
+        assert "open" not in body["samples"]
+        assert (await client.get("/v1/residency")).status_code == 403
+
+
+async def test_the_residency_map(http: httpx.AsyncClient) -> None:
+    await http.post("/v1/completions", json=ASK)
+    body = (await http.get("/v1/residency")).json()
+    adapters = body["adapters"]
+    at = adapters["name"].index("sql")
+    assert adapters["resident"][at] == [0]
+    assert adapters["assigned"][at] == [0]
+    assert adapters["host"][at]
+    assert body["tenants"][adapters["tenant"][at]] == DEFAULT_TENANT
+    one = (await http.get("/v1/residency?name=sql")).json()
+    assert (one["adapters"]["name"], one["preference"]) == (["sql"], [0])
+    assert (await http.get("/v1/residency?name=nobody")).status_code == 404
+
+
+async def test_adapters_are_searched_sorted_and_paged_by_the_server(http: httpx.AsyncClient, service: Service) -> None:
+    new = [Registration(f"many-{number:03}", f"many/{number}", float(number % 7), None) for number in range(600)]
+    await service.managed.client.register(new, tenant_id=DEFAULT_TENANT, who="ada")
+
+    async def names(query: str) -> tuple[list[str], int, bool]:
+        body = (await http.get(f"/v1/loras?{query}")).json()
+        return [each["id"] for each in body["data"]], body["total"], body["has_more"]
+
+    assert await names("limit=2") == (["many-000", "many-001"], 601, True)
+    assert await names("limit=2&after=many-598") == (["many-599", "sql"], 601, False)
+    assert await names("limit=2&offset=599") == (["many-599", "sql"], 601, False)
+    assert await names("sort=-name&limit=1") == (["sql"], 601, True)
+    assert await names("search=MANY-59&limit=3") == (["many-590", "many-591", "many-592"], 10, True)
+    assert await names("state=LOADED") == (["sql"], 1, False)
+    assert (await names("sort=-traffic_weight&limit=1"))[0] == ["many-594"]
+    assert await names("search=many&offset=598") == (["many-598", "many-599"], 600, False)
+    assert await names("search=many&after=many-597") == (["many-598", "many-599"], 600, False)
+    assert await names("pinned=true") == ([], 0, False)
+    assert (await http.get("/v1/loras?sort=created&after=sql")).status_code == 400
+    assert (await http.get("/v1/loras?sort=colour")).status_code == 400
