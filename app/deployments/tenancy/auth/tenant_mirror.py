@@ -63,14 +63,14 @@ class TenantMirror:
         key = self._keys.get(digest)
         if key is None or not hmac.compare_digest(key.digest, digest):
             return None
-        return self._known(key, now_s)
+        return self._with_tenant(key, now_s)
 
     def find_id(self, key_id: str, now_s: float) -> KnownKey | None:
         """`find` for the key with this id, whose holder was authenticated before."""
         key = self.key(key_id)
-        return None if key is None else self._known(key, now_s)
+        return None if key is None else self._with_tenant(key, now_s)
 
-    def _known(self, key: ApiKey, now_s: float) -> KnownKey | None:
+    def _with_tenant(self, key: ApiKey, now_s: float) -> KnownKey | None:
         if not key.is_valid(now_s):
             return None
         if now_s - self.confirmed_s > MAX_TABLE_AGE_S:

@@ -101,7 +101,7 @@ def add_console_routes(app: FastAPI, service: IngressService, policy: HttpPolicy
 
     @app.get("/v1/session", response_model=SessionResponse)
     async def who(request: Request) -> Response:
-        """Who the caller is, and what it may do."""
+        """The caller of this request, and what it may do."""
         return JSONResponse(_session_body(http_principal(request), service))
 
     @app.post("/v1/session", response_model=SessionResponse)
