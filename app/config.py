@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
-from app.engine.config import EngineConfig, EvictionPolicy
+from app.engine.config import EngineConfig, EvictionPolicy, VllmConfig
 from app.engine.errors import ConfigError
 from app.engine.models.download import model_download
 from app.model_names import ModelId, Name
@@ -411,9 +411,12 @@ class AppConfig(_Settings):
 
         Its engine settings are the capacities that pins are checked against.
         """
+        device = self.engine.device
+        if isinstance(device, VllmConfig):
+            slots = VllmConfig(python="unused", max_loras=device.max_loras, max_lora_rank=device.max_lora_rank)
+            return AppConfig(model=self.model, adapters=self.adapters, engine=EngineConfig(vllm=slots))
         engine = EngineConfig(**self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS)))
-        device = type(self.engine.device)()
-        return AppConfig(model=self.model, adapters=self.adapters, engine=engine.on(device))
+        return AppConfig(model=self.model, adapters=self.adapters, engine=engine.on(type(device)()))
 
     @property
     def store_key(self) -> str:

@@ -1,7 +1,7 @@
 """The engine's settings: those that all engines share, and one section for the device.
 
-`cpu`, `cuda` or `xla` is the section; without any it is `cpu` with its defaults. The settings are checked before
-anything is loaded; an unknown key is an error, and so are two sections.
+`cpu`, `cuda`, `xla` or `vllm` is the section; without any it is `cpu` with its defaults. The settings are checked
+before anything is loaded; an unknown key is an error, and so are two sections.
 """
 
 from __future__ import annotations
@@ -119,9 +119,66 @@ class XlaConfig(_Section):
     )
 
 
-DeviceConfig = CpuConfig | CudaConfig | XlaConfig
-_SectionT = TypeVar("_SectionT", CpuConfig, CudaConfig, XlaConfig)
-_SECTIONS = ("cpu", "cuda", "xla")
+class VllmConfig(_Section):
+    """vLLM, in a process and an environment of its own (docs/how-to/gpu.md)."""
+
+    name = "vllm"
+
+    python: str = Field(
+        min_length=1, description="Interpreter of an environment that contains vLLM 0.32; polylora never imports it."
+    )
+    worker: str = Field(
+        "", description="Program that hosts the engine (docs/reference/engine-protocol.md); empty: vLLM's."
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Type of weights and KV memory; auto: the checkpoint's."
+    )
+    quantization: str = Field(
+        "", description="vLLM's quantization method (fp8, awq, gptq, ...); empty: what the checkpoint says."
+    )
+    tensor_parallel_size: int = Field(1, ge=1, le=8, description="GPUs of one machine that share the model.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Part of each GPU's memory that vLLM takes.")
+    max_loras: int = Field(8, ge=1, description="Adapters on the device at once: vLLM's slots.")
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        64, description="Largest rank of an adapter; each slot is this large."
+    )
+    max_cpu_loras: int = Field(
+        0, ge=0, description="Adapters that vLLM keeps in host memory, those on the device included; 0: max_loras."
+    )
+    batch_invariant: bool = Field(
+        False, description="vLLM's batch-invariant kernels (GPU only): a request's tokens do not depend on its batch."
+    )
+    extra_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further fields of vLLM's AsyncEngineArgs, passed on as they are."
+    )
+
+    @model_validator(mode="after")
+    def _check_cpu_loras(self) -> Self:
+        if 0 < self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"engine.vllm.max_cpu_loras is {self.max_cpu_loras} but must be 0 or at least max_loras, "
+                f"{self.max_loras}"
+            )
+        return self
+
+
+DeviceConfig = CpuConfig | CudaConfig | XlaConfig | VllmConfig
+_SectionT = TypeVar("_SectionT", CpuConfig, CudaConfig, XlaConfig, VllmConfig)
+_SECTIONS = ("cpu", "cuda", "xla", "vllm")
+#: Settings of our own memory and steps, which vLLM has its own of.
+_NOT_VLLM = {
+    "block_size": "engine.vllm.extra_args",
+    "num_kv_blocks": "engine.vllm.gpu_memory_utilization",
+    "lora_pool_rows": "engine.vllm.max_loras and max_lora_rank",
+    "extra_weights_bytes": "",
+    "max_loras": "engine.vllm.max_loras",
+    "merged_adapter": "",
+    "max_num_batched_tokens": "engine.vllm.extra_args",
+    "target_step_ms": "",
+    "max_tenant_slowdown": "",
+    "speculative_decoding": "engine.vllm.extra_args",
+    "lora_load_bytes_per_step": "",
+}
 
 
 class EngineConfig(BaseModel):
@@ -132,6 +189,7 @@ class EngineConfig(BaseModel):
     cpu: CpuConfig | None = Field(None, description="Compute on the CPU: the default.")
     cuda: CudaConfig | None = Field(None, description="Compute on an NVIDIA GPU.")
     xla: XlaConfig | None = Field(None, description="Compute with JAX.")
+    vllm: VllmConfig | None = Field(None, description="Compute with vLLM, in a process of its own.")
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
     num_kv_blocks: int = Field(
         2048,
@@ -211,19 +269,27 @@ class EngineConfig(BaseModel):
     @property
     def device(self) -> DeviceConfig:
         """The one section that is set."""
-        device = self.cpu or self.cuda or self.xla
+        device = self.cpu or self.cuda or self.xla or self.vllm
         assert device is not None, "validation sets a section where there is none"
         return device
 
     @property
     def rank_alignment(self) -> int:
         """An adapter takes at most its largest rank, rounded up to this times a power of two, in rank rows."""
-        return self.device.rank_alignment
+        return self.vllm.max_lora_rank if self.vllm is not None else self.device.rank_alignment
 
     @property
     def step_limit_s(self) -> float:
         """`max_step_s`, or infinity where a step may compile."""
         return math.inf if getattr(self.device, "skip_precompile", False) else self.max_step_s
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that an adapter may have; runs of rank rows are powers of two in units of the alignment."""
+        if self.vllm is not None:
+            return self.vllm.max_lora_rank
+        units = self.lora_pool_rows // self.rank_alignment if self.max_loras > 1 else 0
+        return self.rank_alignment << (units.bit_length() - 1) if units else 0
 
     def section(self, kind: type[_SectionT]) -> _SectionT:
         """The section of this kind; ConfigError if another one is set."""
@@ -234,7 +300,8 @@ class EngineConfig(BaseModel):
 
     def on(self, device: DeviceConfig) -> EngineConfig:
         """The same shared settings on this device."""
-        shared = {name: value for name, value in self if name not in _SECTIONS}
+        left_out = {*_SECTIONS, *(_NOT_VLLM if device.name == "vllm" or self.vllm is not None else ())}
+        shared = {name: value for name, value in self if name not in left_out}
         return EngineConfig(**shared, **{device.name: device})
 
     def check_installed(self) -> None:
@@ -258,6 +325,8 @@ class EngineConfig(BaseModel):
                 raise ValueError(f"engine.{key} is empty; write {key}: {{}} for its defaults, or leave it out")
         if len(found) > 1:
             raise ValueError(f"an engine computes on one device, but engine.{' and engine.'.join(found)} are set")
+        if found == ["vllm"]:
+            return _of_vllm(values)
         return values if found else {**values, "cpu": {}}
 
     @field_validator("speculative_decoding", mode="before")
@@ -296,4 +365,18 @@ class EngineConfig(BaseModel):
     @model_serializer(mode="wrap")
     def _without_other_sections(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit sections that are not set, so that the output can be read again."""
-        return {key: value for key, value in serialize(self).items() if key not in _SECTIONS or value is not None}
+        left_out = {name for name in _SECTIONS if getattr(self, name) is None}
+        left_out |= _NOT_VLLM.keys() if self.vllm is not None else set()
+        return {key: value for key, value in serialize(self).items() if key not in left_out}
+
+
+def _of_vllm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's settings with vLLM's slots as rank rows. ValueError for settings that vLLM has its own of."""
+    for name, instead in _NOT_VLLM.items():
+        if name in values:
+            hint = f"; see {instead}" if instead else ""
+            raise ValueError(f"engine.{name} has no effect on engine.vllm: leave it out{hint}")
+    section = VllmConfig.model_validate(values["vllm"])
+    rows = section.max_loras * section.max_lora_rank
+    sizes = {"lora_pool_rows": rows, "max_loras": section.max_loras + 1, "extra_weights_bytes": 1 << 40}  # no limit
+    return {**values, **sizes}

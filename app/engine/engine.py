@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef, is_activated
@@ -105,7 +105,12 @@ def _check_speculation(config: EngineConfig, backend: Backend) -> None:
 
 
 def _scheduler(
-    config: EngineConfig, limits: BackendLimits, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter
+    kind: type[Scheduler],
+    config: EngineConfig,
+    limits: BackendLimits,
+    blocks: BlockPool,
+    adapters: AdapterPool,
+    meter: EngineMeter,
 ) -> Scheduler:
     spec_decoder = SpecDecoder(
         config.speculative_decoding,
@@ -114,7 +119,7 @@ def _scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_draft_rows=limits.num_draft_rows,
     )
-    return Scheduler(
+    return kind(
         blocks, adapters, meter, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs,
         max_write_bytes=config.lora_load_bytes_per_step, prefill_budget=PrefillBudget(config.target_step_ms / 1000),
         tenant_isolation=TenantIsolation(config.max_tenant_slowdown), spec_decoder=spec_decoder,
@@ -123,6 +128,9 @@ def _scheduler(
 
 class Engine:
     """One base model, its KV memory and adapter tables, and the requests that share them."""
+
+    #: What decides which sequences a step has.
+    scheduler_kind: ClassVar[type[Scheduler]] = Scheduler
 
     def __init__(
         self,
@@ -154,7 +162,7 @@ class Engine:
             self.spec, self._adapters.limits, limits, merged, self.max_model_len, has_grammars=grammars is not None
         )
         self._clock = clock
-        self._scheduler = _scheduler(config, limits, self._blocks, self._adapters, self._meter)
+        self._scheduler = _scheduler(self.scheduler_kind, config, limits, self._blocks, self._adapters, self._meter)
         self._compiler = GrammarCompiler(grammars, self._on_compiled) if grammars is not None else None
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
         #: Called on any thread when there is work that did not come from a call of this class (a compiled grammar).

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from app.engine.adapters.adapter import FEATURES
 from app.engine.backend import Backend
-from app.engine.config import CpuConfig, CudaConfig, EngineConfig, XlaConfig
+from app.engine.config import CpuConfig, CudaConfig, EngineConfig, VllmConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.engine_thread import EngineThread
 from app.engine.errors import CheckpointError, ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
+from app.engine.vllm.supported_features import SERVED as VLLM_FEATURES
 from app.engine.xla.supported_features import SERVED as XLA_FEATURES
 
 if TYPE_CHECKING:  # llguidance is loaded by the first grammar
@@ -37,6 +38,10 @@ def create_engine(
 
     Raises CheckpointError or ConfigError if the model or a setting does not fit this engine or machine.
     """
+    if isinstance(config.device, VllmConfig):
+        from app.engine.vllm.engine import open_engine
+
+        return open_engine(checkpoint, config, on_chunks, on_failure, clock)
     return EngineThread(new_engine(checkpoint, config, clock), on_chunks, on_failure)
 
 
@@ -65,7 +70,12 @@ def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
 
 def served_features(config: EngineConfig) -> frozenset[str]:
     """The `FEATURES` that the configured engine applies; adapters that need others are refused when they are read."""
-    return XLA_FEATURES if isinstance(config.device, XlaConfig) else FEATURES
+    match config.device:
+        case XlaConfig():
+            return XLA_FEATURES
+        case VllmConfig():
+            return VLLM_FEATURES
+    return FEATURES
 
 
 def check_device_is_here(config: EngineConfig) -> None:
@@ -103,3 +113,5 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
             from app.engine.xla import backend as xla_backend
 
             return xla_backend.load_backend(checkpoint, config)
+        case VllmConfig():
+            raise ConfigError("engine.vllm computes in a process of its own, behind a service; use engine.cpu here")

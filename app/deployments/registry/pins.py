@@ -63,16 +63,14 @@ class EngineCapacity:
     @classmethod
     def of(cls, config: AppConfig) -> EngineCapacity:
         engine = config.engine
-        units = engine.lora_pool_rows // engine.rank_alignment if engine.max_loras > 1 else 0
-        longest_run = 1 << (units.bit_length() - 1) if units else 0  # runs are powers of two
-        return cls(longest_run * engine.rank_alignment, engine.extra_weights_bytes)
+        return cls(engine.max_rank, engine.extra_weights_bytes)
 
     def check(self, name: str, rank: int, extra_bytes: int) -> None:
         """Raise AdapterTooLarge if no engine of the service could ever hold the adapter."""
         if rank > self.rank:
             raise AdapterTooLarge(
                 f"adapter {name!r} has rank {rank} and an engine holds at most rank {self.rank}; "
-                "raise engine.lora_pool_rows, or train at a lower rank"
+                "raise engine.lora_pool_rows (engine.vllm.max_lora_rank), or train at a lower rank"
             )
         if extra_bytes > self.extra_bytes:
             raise AdapterTooLarge(

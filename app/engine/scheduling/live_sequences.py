@@ -30,6 +30,10 @@ class LiveSequences:
         """Live sequences of an adapter, waiting ones included."""
         return self._num_of.get(digest, 0)
 
+    def get(self, request_id: str) -> Sequence | None:
+        """A live sequence; None if it has ended or is unknown."""
+        return self._by_id.get(request_id)
+
     def add(self, sequence: Sequence) -> None:
         """Register a new sequence."""
         self._by_id[sequence.request_id] = sequence

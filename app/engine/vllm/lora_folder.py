@@ -1,0 +1,143 @@
+"""Plain LoRA folders: validated adapters in the one form that vLLM computes correctly.
+
+alpha equals r, so vLLM's scale is 1 and the adapter's own is in B, in float32. Every module has the same r, padded with
+zeros; every expert of a layer has its own pair. Folders lie in memory where the system has a folder for that, are named
+by digest, and are never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, check_features, to_float32
+from app.engine.adapters.modules import layer_modules
+from app.engine.errors import AdapterMismatch, AdapterTooLarge
+from app.engine.models.linear_modules import LATENT_B
+from app.engine.models.spec import ModelSpec
+from app.engine.vllm.supported_features import SERVED
+
+#: Linux's folder in memory.
+_MEMORY = Path("/dev/shm")
+_PREFIX = "polylora-vllm-"
+_LOCK = "lock"
+
+#: Names of experts' modules where a family's differ: (block, gate, up, down).
+_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+#: The routers' block where it differs.
+_ROUTERS = {"mixtral": "block_sparse_moe"}
+
+
+class LoraFolders:
+    """The folders of one engine process, in a folder of their own that no other user can read."""
+
+    def __init__(self, spec: ModelSpec, max_lora_rank: int) -> None:
+        self._spec, self._max_lora_rank = spec, max_lora_rank
+        self._modules = layer_modules(spec)
+        self._paths = {module.keys[0]: path for path, module in self._modules.items() if not module.is_fused}
+        parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        _remove_abandoned(parent)
+        unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+        self._lock = (unlocked / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.root = unlocked.rename(parent / unlocked.name.removeprefix("."))
+
+    def check(self, adapter: LoraAdapter) -> int:
+        """The adapter's r. AdapterMismatch if vLLM cannot compute it; AdapterTooLarge above `max_lora_rank`."""
+        check_features(adapter, SERVED)
+        for key in adapter.weights:
+            if key not in self._paths:
+                raise AdapterMismatch(
+                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
+                )
+            if key.target in LATENT_B.targets:
+                raise AdapterMismatch(
+                    f"vLLM multiplies {key.target!r} of layer {key.layer} into other weights and ignores a LoRA on it; "
+                    "train the adapter without it, or use engine.cpu"
+                )
+        rank = max((pair.rank for pair in adapter.weights.values()), default=1)
+        if rank > self._max_lora_rank:
+            raise AdapterTooLarge(
+                f"the adapter has rank {rank} but vLLM's slots hold {self._max_lora_rank}; raise "
+                "engine.vllm.max_lora_rank or register an adapter of lower rank"
+            )
+        return rank
+
+    def write(self, adapter: LoraAdapter) -> Path:
+        """The adapter's folder, written unless it is there."""
+        folder = self.root / adapter.card.digest
+        if folder.is_dir():
+            return folder
+        rank = self.check(adapter)
+        tensors: dict[str, NDArray[np.float32]] = {}
+        targets = set()
+        for key, pair in self._complete(adapter):
+            path = self._vllm_path(key)
+            targets.add(path.rpartition(".")[2])
+            tensors[f"base_model.model.{path}.lora_A.weight"] = _padded(pair.a, rank)  # [r, d_in]
+            tensors[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(_padded(pair.b, rank).T)
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets), "bias": "none"}
+        unfinished = self.root / f"{adapter.card.digest}.unfinished"
+        unfinished.mkdir(exist_ok=True)
+        save_file(tensors, unfinished / "adapter_model.safetensors")
+        (unfinished / "adapter_config.json").write_text(json.dumps(config))
+        unfinished.rename(folder)
+        return folder
+
+    def remove(self, digest: str) -> None:
+        """Remove an adapter's folder, if there is one."""
+        shutil.rmtree(self.root / digest, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all folders."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self._lock.close()
+
+    def _complete(self, adapter: LoraAdapter) -> Iterator[tuple[LoraKey, LoraPair]]:
+        """The adapter's pairs, and zeros for what vLLM expects beside them: it stacks the experts of a layer."""
+        if not adapter.weights:  # a LoRA without tensors is refused by vLLM: zeros on the first module
+            yield self._zeros(next(iter(self._paths)))
+        yield from adapter.weights.items()
+        mixed = {key.layer for key in adapter.weights if key.expert is not None}
+        for key in self._paths:
+            if key.layer in mixed and key.expert is not None and key not in adapter.weights:
+                yield self._zeros(key)
+
+    def _zeros(self, key: LoraKey) -> tuple[LoraKey, LoraPair]:
+        d_in, (d_out,) = self._modules[self._paths[key]].shape(self._spec)
+        return key, LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
+
+    def _vllm_path(self, key: LoraKey) -> str:
+        """A module's name in the checkpoints that vLLM reads."""
+        path, family = self._paths[key], self._spec.family
+        if key.expert is not None and family in _EXPERTS:
+            block, *names = _EXPERTS[family]
+            name = dict(zip(("gate_proj", "up_proj", "down_proj"), names, strict=True))[key.target.rpartition(".")[2]]
+            return f"model.layers.{key.layer}.{block}.experts.{key.expert}.{name}"
+        if family in _ROUTERS and path.endswith(f".mlp.{key.target}"):
+            return f"model.layers.{key.layer}.{_ROUTERS[family]}.{key.target}"
+        return path
+
+
+def _padded(values: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+    """[r, d] in float32, with rows of zeros up to `rank`."""
+    values = to_float32(values)
+    return np.pad(values, ((0, rank - values.shape[0]), (0, 0)))
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of processes that were killed: nothing holds their locks."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:  # another user's, or just being made
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,187 @@
+"""What goes wrong in the worker: each request is answered, the failure is typed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.engine.config import EngineConfig
+from app.engine.errors import (
+    AdapterWriteFailed,
+    ConfigError,
+    EngineFailure,
+    InvalidRequest,
+    NotReady,
+    OutOfDeviceMemory,
+    UnsupportedField,
+)
+from app.engine.factory import create_engine
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.vllm.engine import VllmEngineThread
+from app.engine.vllm.lora_folder import LoraFolders
+from tests.engine.running import MAX_NUM_SEQS, Served, make_adapter, ref_of, vllm_section, write_model
+
+PROMPT = (5, 6, 7, 8)
+BAD = 77
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def worker_pid(served: Served) -> int:
+    assert isinstance(served.engine, VllmEngineThread)
+    return served.engine.worker_pid
+
+
+def assert_all_failed(served: Served, names: list[str]) -> None:
+    """Every request ends with the engine's failure, which was reported once; later ones are refused."""
+    for name in names:
+        assert served.last(name).error is served.engine.failure
+    assert served.failures == [served.engine.failure]
+    with pytest.raises(EngineFailure):
+        served.submit(PROMPT)
+    assert served.engine.stop(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker_pid(served), 0)
+
+
+def long_requests(served: Served, **options: Any) -> list[str]:
+    adapter = make_adapter(served.spec, 1)
+    names = [served.submit(PROMPT, adapter, max_tokens=200, **options) for _ in range(MAX_NUM_SEQS + 2)]
+    served.wait(lambda: any(name in served.chunks for name in names))
+    return names
+
+
+def test_a_killed_worker_ends_its_requests(folder: Path) -> None:
+    served = Served("fake", folder)
+    names = long_requests(served)
+    os.kill(worker_pid(served), signal.SIGKILL)
+    assert_all_failed(served, names)
+    assert "ended by signal 9" in str(served.engine.failure)
+
+
+def test_a_worker_that_stops_is_ended_and_its_requests_answered(folder: Path) -> None:
+    served = Served("fake", folder)
+    names = long_requests(served)
+    assert not served.engine.check_progress(1000)
+    os.kill(worker_pid(served), signal.SIGSTOP)
+    deadline_s = time.monotonic() + 60
+    while not served.engine.check_progress(0.3):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    failure = served.engine.failure
+    assert failure is not None
+    assert "it hangs" in str(failure)
+    assert failure.computing <= set(names)
+    assert failure.computing
+    assert not served.engine.check_progress(0.3), "found once"
+    assert_all_failed(served, names)
+
+
+def test_a_failure_names_the_requests_that_may_have_caused_it(folder: Path) -> None:
+    served = Served("fake", folder, crash_on_token=BAD)
+    name = served.submit((BAD,))
+    served.last(name)
+    failure = served.engine.failure
+    assert failure is not None
+    assert failure.computing == {name}
+    assert "the fake device is on fire" in str(failure)
+    assert_all_failed(served, [name])
+
+
+def test_an_answer_that_is_no_frame_is_a_failure(folder: Path) -> None:
+    served = Served("fake", folder, garbage_on_token=BAD)
+    assert_all_failed(served, [served.submit((BAD,))])
+
+
+def test_a_refused_request_ends_alone(folder: Path) -> None:
+    served = Served("fake", folder, refuse_on_token=BAD)
+    error = served.last(served.submit((BAD,))).error
+    assert isinstance(error, InvalidRequest)
+    assert "no such thing" in str(error)
+    assert len(served.answer(PROMPT)) == 8
+    assert served.engine.stop(60)
+
+
+def test_an_adapter_that_does_not_load_ends_its_own_requests(folder: Path) -> None:
+    checkpoint = load_checkpoint(folder)
+    config = EngineConfig.model_validate({"vllm": vllm_section("fake", fail_loads=True)})
+    ended: list[Any] = []
+    engine = create_engine(checkpoint, config, ended.extend)
+    engine.start()
+    adapter = make_adapter(checkpoint.spec, 1)
+    with pytest.raises(AdapterWriteFailed, match="does not like it"):
+        engine.load_adapter(adapter, ref_of(adapter)).result(60)
+    deadline_s = time.monotonic() + 60
+    while engine.stats().residents and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert engine.stats().residents == ()
+    assert engine.stop(60)
+
+
+def test_what_vllm_says_is_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm"):
+        assert Served("fake", folder).engine.stop(60)
+    assert ("vllm", logging.WARNING, "WARNING 11-26 [fake.py:1] the fake says something") in caplog.record_tuples
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"python": "/no/such/python"}, "cannot be run"),
+        ({"worker": "/no/such/worker.py"}, "ended with status"),
+        ({"extra_args": {"fake": {"start_error": "TypeError: no field 'x'"}}}, "no field 'x'"),
+    ],
+)
+def test_a_worker_that_does_not_start_is_a_configuration_error(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = EngineConfig.model_validate({"vllm": {**vllm_section("fake"), **changes}})
+    with pytest.raises(ConfigError, match=message):
+        create_engine(load_checkpoint(folder), config, list)
+
+
+def test_memory_that_does_not_suffice_has_its_own_error(folder: Path) -> None:
+    section = vllm_section("fake", start_error="RuntimeError: CUDA out of memory")
+    with pytest.raises(OutOfDeviceMemory):
+        create_engine(load_checkpoint(folder), EngineConfig.model_validate({"vllm": section}), list)
+
+
+def test_what_vllm_would_change_is_refused(folder: Path) -> None:
+    served = Served("fake", folder)
+    with pytest.raises(UnsupportedField, match="temperature"):
+        served.submit(PROMPT, temperature=0.005)
+    with pytest.raises(NotReady, match="grammar"):
+        served.submit(PROMPT, grammar="start: 'w5'", resume=(5,))
+    assert served.engine.stop(60)
+
+
+def test_folders_of_killed_processes_are_removed(folder: Path) -> None:
+    spec = load_checkpoint(folder).spec
+    code = (
+        "import sys, os, time; from pathlib import Path; from app.engine.models.checkpoint import load_checkpoint\n"
+        "from app.engine.vllm.lora_folder import LoraFolders\n"
+        "folders = LoraFolders(load_checkpoint(Path(sys.argv[1])).spec, 16)\n"
+        "print(folders.root, flush=True); os.kill(os.getpid(), 9)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
+    abandoned = Path(done.stdout.strip())
+    assert abandoned.is_dir()
+    folders = LoraFolders(spec, 16)
+    other = LoraFolders(spec, 16)
+    assert not abandoned.exists()
+    assert folders.root.is_dir(), "another process's, or object's, stays while it is in use"
+    for each in (folders, other):
+        each.close()
+        assert not each.root.exists()
