@@ -20,7 +20,8 @@ from app.engine.errors import ConfigError
         ({"engine": {"jax": {}}}, "engine.jax is an unknown key$"),
         (
             {"engine": {"gpu_memory_utilization": 0.5}},
-            r"engine.gpu_memory_utilization is an unknown key; did you mean 'cuda\.gpu_memory_utilization'\?",
+            r"engine.gpu_memory_utilization is an unknown key; did you mean 'cuda\.gpu_memory_utilization' "
+            r"or 'vllm\.gpu_memory_utilization'\?",
         ),
         (
             {"engine": {"weight_dtype": "int8"}},

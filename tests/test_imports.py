@@ -210,6 +210,18 @@ def test_the_walk_sees_what_it_should() -> None:
     assert len(MODULES) > 20
 
 
+def test_vllms_worker_stands_alone() -> None:
+    """It runs in vLLM's environment; nothing else imports vLLM, and only the factory the engine in front of it."""
+    worker = "app.engine.vllm.worker"
+    assert not any(is_in(name, "app") for name in imports(MODULES[worker]))
+    users = {module for module, name in every_import() if is_in(name, "vllm") or is_in(name, "msgspec")}
+    assert users == {worker}
+    outside = {module for module, name in every_import() if is_in(name, "app.engine.vllm")} - set(
+        folder("app.engine.vllm")
+    )
+    assert outside == {"app.engine.factory"}
+
+
 #: Up to seconds each, in processes that have to be up before the service answers.
 HEAVY = {
     *("torch", "numba", "triton", "jax", "transformers", "scipy", "pandas", "pyarrow"),

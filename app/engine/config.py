@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationError,
     field_validator,
     model_serializer,
     model_validator,
@@ -376,7 +377,10 @@ def _of_vllm(values: Mapping[str, Any]) -> dict[str, Any]:
         if name in values:
             hint = f"; see {instead}" if instead else ""
             raise ValueError(f"engine.{name} has no effect on engine.vllm: leave it out{hint}")
-    section = VllmConfig.model_validate(values["vllm"])
+    try:
+        section = VllmConfig.model_validate(values["vllm"])
+    except ValidationError:
+        return dict(values)  # reported with the section's name, as its own error
     rows = section.max_loras * section.max_lora_rank
     sizes = {"lora_pool_rows": rows, "max_loras": section.max_loras + 1, "extra_weights_bytes": 1 << 40}  # no limit
     return {**values, **sizes}

@@ -31,7 +31,13 @@ def document(deployment: dict[str, Any] | None = None, **top: Any) -> dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")  # Ray was imported without its switches
-@pytest.mark.parametrize("name", ["serve.yaml", "serve-jax.yaml", "serve-autoscale.yaml", "serve-gemma.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("serve.yaml", "serve-jax.yaml", "serve-autoscale.yaml", "serve-gemma.yaml"),
+        *("serve-gpu.yaml", "serve-gpu-tp.yaml"),
+    ],
+)
 def test_the_files_that_are_shipped_are_known(name: str) -> None:
     schema = serve_schema(read_document(ROOT / "configs" / name), PATH)
     assert [application.name for application in schema.applications] == ["polylora"]
@@ -104,7 +110,7 @@ def test_a_renamed_setting_is_suggested_where_it_was(former: str, name: str) -> 
             values = {section: values}
         with pytest.raises(ConfigError) as refused:
             load_config(values)
-        assert f"{'.'.join((*path, former))} is an unknown key; did you mean {name!r}?" in str(refused.value)
+        assert f"{'.'.join((*path, former))} is an unknown key; did you mean {name!r}" in str(refused.value)
     if not places:  # an option of the autoscaling policy
         name_of_policy = f"{AdapterDemand.__module__}:AdapterDemand"
         policy = {"policy_function": name_of_policy, "policy_kwargs": {former: 1}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -10,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
+from tokenizers import decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
@@ -24,7 +29,6 @@ from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from tests.engine.adapters.random_adapters import adapter_from_arrays
 from tests.engine.checkpoints import tiny_model
-from tests.engine.served import write_tokenizer
 
 FAKE_WORKER = Path(__file__).parent / "vllm" / "fake_worker.py"
 MAX_LORAS, MAX_LORA_RANK, MAX_NUM_SEQS, MAX_QUEUED = 2, 16, 4, 16
@@ -37,8 +41,19 @@ def write_model(folder: Path) -> Path:
     torch.manual_seed(11)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2}
     tiny_model("llama", num_hidden_layers=2, num_key_value_heads=1, **sizes).save_pretrained(folder)  # type: ignore[operator]
-    write_tokenizer(folder)
+    _write_tokenizer(folder)
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A token per printable character, for grammars: "!" is token 3."""
+    tokens = ["<unk>", "<s>", "</s>", *map(chr, range(33, 127)), "\u0120"]  # the last is how bytes spell a space
+    backend = tokenizers.Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def vllm_python() -> str:

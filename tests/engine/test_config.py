@@ -62,3 +62,25 @@ def test_a_section_is_set_by_its_key_and_survives_being_written(device: DeviceCo
 def test_a_section_has_its_own_keys_and_no_others(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EngineConfig.model_validate(values)
+
+
+def vllm(**settings: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"vllm": {"python": "python", **settings}})
+
+
+def test_vllms_slots_are_rank_rows_of_their_size() -> None:
+    config = vllm(max_loras=6, max_lora_rank=32)
+    assert (config.lora_pool_rows, config.rank_alignment, config.max_loras, config.max_rank) == (192, 32, 7, 32)
+    assert EngineConfig.model_validate_json(config.model_dump_json()) == config
+    assert config.on(CpuConfig()) == EngineConfig()
+
+
+@pytest.mark.parametrize("name", ["num_kv_blocks", "block_size", "lora_pool_rows", "max_loras", "merged_adapter"])
+def test_a_setting_that_vllm_has_its_own_of_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"engine.{name} has no effect on engine.vllm"):
+        EngineConfig.model_validate({"vllm": {"python": "python"}, name: 16})
+
+
+def test_vllms_host_tier_holds_at_least_its_slots() -> None:
+    with pytest.raises(ValidationError, match="max_cpu_loras is 4"):
+        vllm(max_loras=8, max_cpu_loras=4)

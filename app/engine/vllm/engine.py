@@ -7,6 +7,7 @@ never waits for vLLM. `VllmEngineThread` runs it and ends the worker when it han
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections import deque
@@ -49,10 +50,10 @@ def open_engine(
 ) -> VllmEngineThread:
     """Start vLLM and wait until it has loaded the model. Raises ConfigError, OutOfDeviceMemory."""
     section = config.section(VllmConfig)
-    arrived = _Arrived()
+    inbound = _Inbound()
     command = [section.python, str(section.worker or WORKER)]
     process = WorkerProcess(
-        command, worker_arguments(checkpoint, config), _environment(section), arrived.add, arrived.end
+        command, worker_arguments(checkpoint, config), _environment(section), inbound.add, inbound.end
     )
     try:
         ready = process.wait_ready()
@@ -61,14 +62,14 @@ def open_engine(
                 f"vLLM's model has {ready['vocab_size']} tokens but {checkpoint.spec.name!r} has "
                 f"{checkpoint.spec.vocab_size}"
             )
-        slots = AdapterSlots(checkpoint.spec, section, ready, process, arrived.wake)
+        slots = AdapterSlots(checkpoint.spec, section, ready, process, inbound.wake)
     except BaseException:
         process.close()
         raise
     longest = min(ready["max_model_len"], checkpoint.spec.max_positions)
     budget = max(config.max_num_batched_tokens, config.max_num_seqs)  # vLLM has its own; ours bounds no place
     shared = config.model_copy(update={"max_model_len": longest, "max_num_batched_tokens": budget})
-    engine = VllmEngine(slots, process, arrived, shared, clock)
+    engine = VllmEngine(slots, process, inbound, shared, clock)
     return VllmEngineThread(engine, on_chunks, on_failure)
 
 
@@ -115,7 +116,7 @@ def _environment(section: VllmConfig) -> dict[str, str]:
     }
 
 
-class _Arrived:
+class _Inbound:
     """Outputs of the worker that no step has read, and its end. Written by the process's threads."""
 
     def __init__(self) -> None:
@@ -159,19 +160,19 @@ class VllmEngine(Engine):
         self,
         slots: AdapterSlots,
         process: WorkerProcess,
-        arrived: _Arrived,
+        inbound: _Inbound,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(slots, config, clock)
-        self._slots, self.process, self._arrived = slots, process, arrived
+        self._slots, self.process, self._inbound = slots, process, inbound
         assert isinstance(self._scheduler, VllmScheduler)
         self._vllm = self._scheduler
-        self._vllm.take_outputs = arrived.take
+        self._vllm.take_outputs = inbound.take
         self._check = RequestValidator(
             self.spec, self._adapters.limits, slots.limits, None, self.max_model_len, has_grammars=True
         )
-        arrived.on_done, arrived.on_work = slots.on_done, self._wake_thread
+        inbound.on_done, inbound.on_work = slots.on_done, self._wake_thread
         self.progress = StepWatchdog(time.monotonic)
         self._is_measuring = self._has_more = False
         self._new_pins: Collection[str] | None = None
@@ -188,6 +189,8 @@ class VllmEngine(Engine):
             )
         if sampling.grammar and request.resume_token_ids:
             raise NotReady("an answer with a grammar cannot be continued after its engine has ended; send it again")
+        if sampling.grammar:
+            lark_of(sampling.grammar)
         super().submit(request, adapter)
 
     def pin_adapters(self, digests: Collection[str]) -> None:
@@ -224,7 +227,7 @@ class VllmEngine(Engine):
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: vLLM's requests make none until their outputs arrive."""
-        return bool(self._inbox) or self._has_more or self._arrived.news.is_set()
+        return bool(self._inbox) or self._has_more or self._inbound.news.is_set()
 
     @property
     def computing(self) -> list[str]:
@@ -239,9 +242,9 @@ class VllmEngine(Engine):
     def step(self) -> list[TokenChunk]:
         """Send what may enter vLLM, and return the chunks of what has arrived."""
         if self.waits and not self.has_work:
-            self._arrived.news.wait(1.0)
-        failure, had_news = self._arrived.failure, self._arrived.news.is_set()
-        self._arrived.news.clear()
+            self._inbound.news.wait(1.0)
+        failure, had_news = self._inbound.failure, self._inbound.news.is_set()
+        self._inbound.news.clear()
         if failure is not None:
             if self.process.has_failed and not failure.computing:
                 failure = EngineFailure(str(failure), computing=self.computing)
@@ -259,7 +262,7 @@ class VllmEngine(Engine):
 
     def fail(self, failure: EngineFailure) -> None:
         """End the worker at once; the next step ends all requests with this failure. Any thread."""
-        self._arrived.end(failure)
+        self._inbound.end(failure)
         self.process.kill()
 
     def shut_down(self, reason: EngineFailure) -> list[TokenChunk]:
@@ -327,6 +330,15 @@ class VllmEngineThread(EngineThread):
         return is_first
 
 
+def lark_of(grammar: str) -> str:
+    """A grammar's Lark text, which vLLM takes, from llguidance's JSON. UnsupportedField for several in one."""
+    grammars = json.loads(grammar)["grammars"]
+    if len(grammars) != 1:
+        raise UnsupportedField("engine.vllm takes one grammar per request", param="structured_outputs")
+    schema, lark = grammars[0].get("json_schema"), grammars[0].get("lark_grammar")
+    return f"%llguidance {{}}\nstart: %json {json.dumps(schema)}" if lark is None else lark
+
+
 def _generate_frame(sequence: Sequence, lora: LoraName | None) -> Frame:
     """A request as the worker takes it. Resumed tokens are part of the prompt."""
     request, sampling = sequence.request, sequence.request.sampling
@@ -349,7 +361,7 @@ def _generate_frame(sequence: Sequence, lora: LoraName | None) -> Frame:
     if sampling.logit_bias:
         options["logit_bias"] = [list(pair) for pair in sampling.logit_bias]
     if sampling.grammar:
-        options["grammar"] = sampling.grammar
+        options["grammar"] = lark_of(sampling.grammar)
     return {
         "type": "generate",
         "id": wire_id(sequence),

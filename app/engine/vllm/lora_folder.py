@@ -84,8 +84,8 @@ class LoraFolders:
         for key, pair in self._complete(adapter):
             path = self._vllm_path(key)
             targets.add(path.rpartition(".")[2])
-            tensors[f"base_model.model.{path}.lora_A.weight"] = _padded(pair.a, rank)  # [r, d_in]
-            tensors[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(_padded(pair.b, rank).T)
+            tensors[f"base_model.model.{path}.lora_A.weight"] = _pad(pair.a, rank)  # [r, d_in]
+            tensors[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(_pad(pair.b, rank).T)
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets), "bias": "none"}
         unfinished = self.root / f"{adapter.card.digest}.unfinished"
         unfinished.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ class LoraFolders:
         return path
 
 
-def _padded(values: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+def _pad(values: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
     """[r, d] in float32, with rows of zeros up to `rank`."""
     values = to_float32(values)
     return np.pad(values, ((0, rank - values.shape[0]), (0, 0)))

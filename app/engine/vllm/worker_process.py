@@ -171,8 +171,9 @@ class WorkerProcess:
         """Why the process ended: what it said, or its exit status."""
         if self._failed is not None:
             cause = next((found[1] for line in reversed(self._lines) if (found := _EXCEPTION.search(line))), "")
-            told = self._failed["error"]
-            reason = told if not cause or cause in told or self._failed["kind"] == "arguments" else f"{told} ({cause})"
+            reason = self._failed["error"]
+            if cause and cause not in reason and self._failed["kind"] != "arguments":
+                reason = f"{reason} ({cause})"
             return EngineFailure(f"vLLM failed: {reason}")
         if reason.startswith("it sent"):
             self.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from app.engine.errors import (
 )
 from app.engine.factory import create_engine
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.structured_output.grammar_builder import regex_grammar
 from app.engine.vllm.engine import VllmEngineThread
 from app.engine.vllm.lora_folder import LoraFolders
 from tests.engine.running import MAX_NUM_SEQS, Served, make_adapter, ref_of, vllm_section, write_model
@@ -162,7 +164,9 @@ def test_what_vllm_would_change_is_refused(folder: Path) -> None:
     with pytest.raises(UnsupportedField, match="temperature"):
         served.submit(PROMPT, temperature=0.005)
     with pytest.raises(NotReady, match="grammar"):
-        served.submit(PROMPT, grammar="start: 'w5'", resume=(5,))
+        served.submit(PROMPT, grammar=regex_grammar("w5", "regex"), resume=(5,))
+    with pytest.raises(UnsupportedField, match="one grammar"):
+        served.submit(PROMPT, grammar=json.dumps({"grammars": [{}, {}]}))
     assert served.engine.stop(60)
 
 
