@@ -27,6 +27,7 @@ from app.engine.adapters.adapter import (
     read_only,
     to_float32,
 )
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
@@ -62,7 +63,7 @@ def build_adapter(
     for module in raw.modules:
         place = table.get(module.path)
         if place is None:
-            name, pair = _outer_pair(module, spec, limits)
+            name, pair = _outer_pair(module, raw.text, spec, limits)
             parts.outer[name] = pair
             parts.outer_scales[name] = module.scale
         else:
@@ -180,7 +181,7 @@ def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelS
         )
 
 
-def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
+def _outer_pair(module: RawModule, raw_text: str, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
     shapes = {EMBEDDING_PATH: (spec.vocab_size, spec.hidden_size), "lm_head": (spec.hidden_size, spec.vocab_size)}
     if module.path not in shapes:
         raise AdapterMismatch(
@@ -191,6 +192,8 @@ def _outer_pair(module: RawModule, spec: ModelSpec, limits: ReadLimits) -> tuple
         part = "lora_bias" if module.magnitude is None else "DoRA"
         raise AdapterFormatError(f"{part} on '{module.path}' is not served; train it without")
     d_in, d_out = shapes[module.path]
+    num_rows = module.a.shape[1:] if module.path == EMBEDDING_PATH else module.b.shape[:1]
+    _check_vocabulary(module.path, num_rows, raw_text, spec)
     _check_shapes(module, d_in, (d_out,), spec, limits)
     a, b = _fold(module, (d_out,))[0]
     return module.path.rsplit(".", 1)[-1], LoraPair(read_only(to_float32(a)), read_only(to_float32(b)))
@@ -208,6 +211,8 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
     replaced = {}
     converted: dict[int, NDArray[np.float32]] = {}  # a matrix that replaces both ends of a tied base is stored once
     for name, tensor in parameters.items():
+        if name in _OUTER_WEIGHTS and tensor.shape[1:] == (spec.hidden_size,):
+            _check_vocabulary(name, tensor.shape[:1], raw.text, spec)
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
                 f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
@@ -221,6 +226,35 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
     return replaced
 
 
+def _check_vocabulary(
+    what: str, num_rows: tuple[int, ...], text: str, spec: ModelSpec, *, is_least: bool = False
+) -> None:
+    """Raise AdapterMismatch, with the added tokens, if a matrix was resized to another vocabulary than the base's.
+
+    num_rows: (rows of the adapter's matrix,). is_least: whether a base with more rows is right, too. text: see
+    `AdapterCard.text`.
+    """
+    if not num_rows or num_rows[0] == spec.vocab_size or (is_least and num_rows[0] < spec.vocab_size):
+        return
+    added = AdapterTokenizer.from_json(text).added_tokens
+    new = sorted((token_id, token) for token, token_id in added.items() if token_id >= spec.vocab_size)
+    if num_rows[0] < spec.vocab_size:
+        cause = (
+            "the embeddings were made smaller before training, or the adapter was trained on another model; train "
+            "without resize_token_embeddings"
+        )
+    else:
+        named = f" ({', '.join(short(token) for _, token in new[:5])}, from id {new[0][0]} on)" if new else ""
+        cause = (
+            f"the adapter was trained after {num_rows[0] - spec.vocab_size} tokens were added{named} and the "
+            "embeddings resized. Appended tokens are not served: train with tokens that the base already has, such as "
+            "its reserved ones, with trainable_token_indices and without resize_token_embeddings, or serve a base that "
+            "was saved after resizing"
+        )
+    found = f"names token {num_rows[0] - 1}" if is_least else f"has {num_rows[0]} rows"
+    raise AdapterMismatch(f"{short(what)} {found}, but '{spec.name}' has {spec.vocab_size} tokens: {cause}")
+
+
 def _is_wrapped(raw: RawAdapter, name: str) -> bool:
     return any(f"{module.path}.weight" == name for module in raw.modules)
 
@@ -231,6 +265,7 @@ def _token_rows(raw: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
     for rows in raw.token_rows:
         if rows.path not in OUTER_MODULES:
             raise AdapterMismatch(f"rows of {short(rows.path)}: only {' and '.join(OUTER_MODULES)} have rows per token")
+        _check_vocabulary(rows.path, (max(rows.token_ids) + 1,), raw.text, spec, is_least=True)
         if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
             raise AdapterMismatch(
                 f"{rows.path}: {list(rows.rows.shape)} trained rows for token ids up to {max(rows.token_ids)}, but "

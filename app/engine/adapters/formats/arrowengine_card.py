@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from app.engine.adapters.formats.arrow_rows import LORA, CardRow, card_rows
-from app.engine.adapters.formats.peft_file import PREFIX
+from app.engine.adapters.formats.tensor_names import PREFIX
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawAdapter, RawTensor, raw_size_bytes
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError

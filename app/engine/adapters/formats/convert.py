@@ -20,11 +20,11 @@ from app.engine.adapters.formats.peft_file import (
     HALVES,
     LORA_BIAS,
     MAGNITUDE,
-    PREFIX,
     TOKEN_ROWS,
     WEIGHTS_NAME,
 )
 from app.engine.adapters.formats.safetensors_file import write_safetensors
+from app.engine.adapters.formats.tensor_names import PREFIX
 from app.engine.adapters.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
 from app.engine.errors import AdapterFormatError

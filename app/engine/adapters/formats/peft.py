@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from app.engine.adapters.adapter import LoraAdapter
@@ -72,8 +73,13 @@ def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEF
         is_every_layer = is_plain and is_alike and config.layers_to_transform is None
         _check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
     check_options(config)
+    config = replace(
+        config,
+        modules_to_save=tuple(map(found.names.name_here, config.modules_to_save)),
+        token_indices={found.names.name_here(name): ids for name, ids in config.token_indices.items()},
+    )
     config = tie_ends(config, found, is_tied=None if spec is None else spec.tie_embeddings)
-    experts = expert_modules(config, found.modules, spec)
+    experts = expert_modules(config, found, spec)
     for path in [path for path in found.modules if is_fused(path)]:
         del found.modules[path]
     _check(config, found, spec, has_experts=bool(experts))
@@ -153,7 +159,10 @@ def _candidates(table: dict[str, Module], found: PeftTensors) -> dict[str, Modul
 def _modules(config: PeftConfig, found: PeftTensors) -> list[RawModule]:
     paths = sorted(found.modules)
     # Patterns match what PEFT wraps: the module, or its weight.
-    wrapped = {path: f"{path}.weight" if selects_parameter(config, f"{path}.weight") else path for path in paths}
+    wrapped = {
+        path: found.names.name_in_training(f"{path}.weight" if selects_parameter(config, f"{path}.weight") else path)
+        for path in paths
+    }
     rank_keys = first_matching(list(config.rank_pattern), list(wrapped.values()), "rank_pattern")
     alpha_keys = first_matching(list(config.alpha_pattern), list(wrapped.values()), "alpha_pattern")
     modules = []

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
-from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.formats.target_modules import first_matching, matches_entry
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
 from app.engine.adapters.strict_json import short
@@ -57,23 +57,23 @@ def selects_parameter(config: PeftConfig, name: str) -> bool:
     return matches_entry(name, config.target_parameters)
 
 
-def expert_modules(
-    config: PeftConfig, found: Mapping[str, Mapping[str, RawTensor]], spec: ModelSpec | None
-) -> list[RawModule]:
-    """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may contain others too.
+def expert_modules(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None) -> list[RawModule]:
+    """Every expert's LoRA from the fused modules in `found`, which may contain others too.
 
     Raises AdapterMismatch or AdapterFormatError listing all problems. spec: None if the base is unknown.
     """
-    fused = {path: parts for path, parts in found.items() if is_fused(path)}
+    fused = {path: parts for path, parts in found.modules.items() if is_fused(path)}
     problems: list[str] = []
     pairs = list(_pairs(config, fused, spec, problems))
-    names = [pair.name for pair in pairs]
+    trained = {pair.name: found.names.name_in_training(pair.name) for pair in pairs}
+    names = list(trained.values())
     ranks = first_matching(list(config.rank_pattern), names, "rank_pattern")
     alphas = first_matching(list(config.alpha_pattern), names, "alpha_pattern")
     modules: list[RawModule] = []
     for pair in pairs:
-        rank = config.rank_pattern[ranks[pair.name]] if pair.name in ranks else config.rank
-        alpha = config.alpha_pattern[alphas[pair.name]] if pair.name in alphas else config.alpha
+        name = trained[pair.name]
+        rank = config.rank_pattern[ranks[name]] if name in ranks else config.rank
+        alpha = config.alpha_pattern[alphas[name]] if name in alphas else config.alpha
         modules += _split(pair, rank, alpha, config, spec, problems)
     if problems:
         more = f"; and {len(problems) - _MAX_REPORTED} more" if len(problems) > _MAX_REPORTED else ""

@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from app.engine.adapters.formats.tensor_names import PREFIX, TensorNames, plain_names
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 
 #: Suffix → part of a LoRA module.
 HALVES = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
@@ -23,14 +23,8 @@ LORA_BIAS, MAGNITUDE = ".lora_B.bias", ".lora_magnitude_vector"
 _PARTS = {**HALVES, **EMBEDDING_HALVES, LORA_BIAS: "bias", MAGNITUDE: "magnitude"}
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 _ROW_BASE = ".token_adapter.base_layer.weight"
-#: Spellings that PEFT reads as the names above: with the adapter's name in them, DoRA's m before PEFT 0.11, and
-#: adapters of a decoder without its head (task FEATURE_EXTRACTION).
-_OTHER_SPELLINGS = (
-    (re.compile(r"\.(lora_[AB])\.default\.(weight|bias)$"), r".\1.\2"),
-    (re.compile(r"\.(lora_embedding_[AB])\.default$"), r".\1"),
-    (re.compile(r"\.lora_magnitude_vector(\.default)?\.weight$"), ".lora_magnitude_vector"),
-    (re.compile(r"^(layers|embed_tokens|norm)\."), r"model.\1."),
-)
+#: DoRA's m before PEFT 0.11.
+_OLDER_MAGNITUDE = f"{MAGNITUDE}.weight"
 #: Tensors saved with a module of modules_to_save that PEFT does not load.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
 #: State of training methods (VeLoRA, MonteCLoRA) that PEFT saves along and does not use in an evaluation.
@@ -46,6 +40,7 @@ class PeftTensors:
     modules_to_save trains; twins are second names of the trained ones.
     """
 
+    names: TensorNames
     modules: dict[str, dict[str, RawTensor]] = field(default_factory=dict)
     parameters: dict[str, RawTensor] = field(default_factory=dict)
     wrapped: dict[str, RawTensor] = field(default_factory=dict)
@@ -56,14 +51,13 @@ class PeftTensors:
 
 
 def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
-    """Sort every tensor. AdapterFormatError for an unknown name or half a module."""
-    found = PeftTensors()
+    """Sort every tensor. AdapterFormatError for an unknown name, or half a module."""
+    _check_not_empty(tensors)
+    found = PeftTensors(names=plain_names(tensors))
     for full_name, tensor in tensors.items():
-        name = full_name.removeprefix(PREFIX)
-        if name == full_name:
-            raise _unknown_tensor(full_name)
-        for spelling, plain in _OTHER_SPELLINGS:
-            name = spelling.sub(plain, name)
+        name = found.names.plain[full_name]
+        if name.endswith(_OLDER_MAGNITUDE):
+            name = name.removesuffix(".weight")
         if _TRAINING_STATE.fullmatch(name):
             continue
         suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
@@ -85,6 +79,19 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
         more = f"; and {len(missing) - _MAX_REPORTED} more" if len(missing) > _MAX_REPORTED else ""
         raise AdapterFormatError(f"{WEIGHTS_NAME}: {'; '.join(missing[:_MAX_REPORTED])}{more}; save it whole")
     return found
+
+
+def _check_not_empty(tensors: Mapping[str, RawTensor]) -> None:
+    empty = [(name, tensor.shape) for name, tensor in tensors.items() if 0 in tensor.shape]
+    if empty:
+        name, shape = empty[0]
+        raise AdapterFormatError(
+            f"{WEIGHTS_NAME}: {len(empty)} of {len(tensors)} tensors are empty, such as {short(name)} of shape "
+            f"{list(shape)}: the adapter was saved under DeepSpeed ZeRO-3 (or FSDP) while its weights were spread over "
+            "the processes. Gather them: run the checkpoint folder's zero_to_fp32.py and save the adapter from its "
+            "result, or train with stage3_gather_16bit_weights_on_model_save: true and save with the trainer's "
+            "save_model, or call save_pretrained within deepspeed.zero.GatheredParameters"
+        )
 
 
 def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: RawTensor) -> None:

@@ -31,7 +31,8 @@ def check_modules(
     pairs = found.modules
     fused = {target for path in pairs if path in table for target in table[path].targets if table[path].is_fused}
     candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
-    selected = set(_select_modules(config, [*candidates, *OUTER_MODULES]))
+    trained = {found.names.name_in_training(path): path for path in (*candidates, *OUTER_MODULES)}
+    selected = {trained[name] for name in _select_modules(config, list(trained))}
     selected |= {path for path in candidates if matches_entry(f"{path}.weight", config.target_parameters)}
     selected |= set(config.tied_modules)
     surplus = sorted(set(pairs) - selected)
@@ -189,7 +190,7 @@ def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
     names = [name for name in names if not any(f".{saved}." in f".{name}." for saved in config.modules_to_save)]
     if isinstance(targets, str):
         if targets.lower() == "all-linear":
-            return [name for name in names if name not in OUTER_MODULES]
+            return [name for name in names if not matches_entry(name, ("embed_tokens", "lm_head"))]
         matches = full_matches(targets, names, "target_modules")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
     matched = [name for name in names if name in targets or matches_entry(name, targets)]

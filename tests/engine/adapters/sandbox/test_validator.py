@@ -502,3 +502,12 @@ def test_files_digest_sees_every_byte(folder: Path) -> None:
         (folder / name).write_bytes(contents)
     assert len(digests) == 4
     assert files_digest(folder, SPEC) in digests
+
+
+def test_patterns_run_in_the_reader_and_slow_ones_end_with_a_verdict(tmp_path: Path, validator: Validator) -> None:
+    tensors = peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))
+    good = write_peft(tmp_path / "good", peft_config(2, target_modules=r".*(?<!k_)(?=q_proj)\w+"), tensors)
+    slow = write_peft(tmp_path / "slow", peft_config(2, target_modules=r"((.*)*)*((a|.)+)+q_proj(x?){20}y"), tensors)
+    assert card_of(validator, good).targets == ("q_proj",)
+    with pytest.raises(AdapterFormatError, match=r"target_modules: pattern .* takes longer than 1 s of processor time"):
+        validator.read(slow, SPEC)
