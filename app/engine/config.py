@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shutil
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -306,8 +307,13 @@ class EngineConfig(BaseModel):
         return EngineConfig(**shared, **{device.name: device})
 
     def check_installed(self) -> None:
-        """Raise ConfigError if a package that the section needs is not installed."""
+        """Raise ConfigError if a package, or vLLM's interpreter, that the section needs is not installed."""
         device = self.device
+        if isinstance(device, VllmConfig) and shutil.which(device.python) is None:
+            raise ConfigError(
+                f"engine.vllm.python is {device.python!r}, which is no program; name the interpreter of an environment "
+                "that contains vLLM (docs/how-to/gpu.md)"
+            )
         for package in device.needs:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(

@@ -57,8 +57,10 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def vllm_python() -> str:
-    """The interpreter of the environment that contains vLLM."""
-    return os.environ.get("POLYLORA_VLLM_PYTHON", "/work/venvs/vllm/bin/python")
+    """The interpreter of the environment that contains vLLM (docs/how-to/gpu.md says how to make it)."""
+    python = os.environ.get("POLYLORA_VLLM_PYTHON")
+    assert python, "POLYLORA_VLLM_PYTHON must name the interpreter of an environment that contains vLLM 0.32"
+    return python
 
 
 def vllm_section(kind: str, **extra: Any) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def ref_of(adapter: LoraAdapter, tenant_id: str = "a") -> AdapterRef:
 class Served:
     """A running engine and its callers."""
 
-    def __init__(self, kind: str, folder: Path, **extra: Any) -> None:
+    def __init__(self, kind: str, folder: Path, config: EngineConfig | None = None, **extra: Any) -> None:
         self.kind = kind
         self.checkpoint = load_checkpoint(folder)
         self.spec = self.checkpoint.spec
@@ -106,7 +108,7 @@ class Served:
         self.failures: list[EngineFailure] = []
         self._changed = threading.Condition()
         self._num_requests = 0
-        config = engine_config(kind, **extra)
+        config = config or engine_config(kind, **extra)
         self.engine: RunningEngine = create_engine(self.checkpoint, config, self._on_chunks, self._on_failure)
         self.engine.warm_up()
         self.engine.start()

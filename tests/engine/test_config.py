@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from app.engine.config import CpuConfig, CudaConfig, DeviceConfig, EngineConfig, XlaConfig
+from app.engine.errors import ConfigError
 
 SECTIONS: list[DeviceConfig] = [
     CpuConfig(num_threads=3),
@@ -84,3 +86,9 @@ def test_a_setting_that_vllm_has_its_own_of_is_refused(name: str) -> None:
 def test_vllms_host_tier_holds_at_least_its_slots() -> None:
     with pytest.raises(ValidationError, match="max_cpu_loras is 4"):
         vllm(max_loras=8, max_cpu_loras=4)
+
+
+def test_vllms_interpreter_is_looked_for_before_anything_starts() -> None:
+    vllm(python=sys.executable).check_installed()
+    with pytest.raises(ConfigError, match=r"engine.vllm.python is '/no/such/python'"):
+        vllm(python="/no/such/python").check_installed()
