@@ -43,7 +43,6 @@ _SMALL_TESTS = {
     "kernel tests": (_KERNELS, f"{_KERNELS}/triton/test_interpreting.py", f"{_KERNELS}/test_norms.py"),
     "engine tests": (_ENGINE, f"{_ENGINE}/test_memory.py", f"{_ENGINE}/test_graphs.py", "-k", "fit or bound"),
 }
-_TINY = ("--shape", "tiny", "--device", "cpu", "--streams", "4", "--prompt", "20", "--adapters", "4", "--prefill", "64")
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class Outcome:
 
 
 def stages(out: Path, *, small: bool = False) -> list[Stage]:
-    """All stages; `small`: those that need no GPU, with one test each and tiny sizes."""
+    """All stages; `small`: those that need no GPU, with one test each and tiny sizes; steps need one."""
     ini = out / "pytest.ini"
     ini.write_text(_PYTEST_INI)
     # Threads that wait for each other are slower than one alone on a machine with other work.
@@ -98,9 +97,7 @@ def stages(out: Path, *, small: bool = False) -> list[Stage]:
 
     def steps(name: str, *arguments: str) -> Part:
         result = out / f"{name.replace(' ', '_')}.json"
-        return Part(
-            name, [*_module("engine.bench_gpu"), *arguments, "--out", str(result)], result, on_cpu if small else {}
-        )
+        return Part(name, [*_module("engine.bench_gpu"), *arguments, "--out", str(result)], result)
 
     def kernels(budget_s: int) -> Part:
         result = out / "kernels.jsonl"
@@ -109,8 +106,7 @@ def stages(out: Path, *, small: bool = False) -> list[Stage]:
 
     if small:
         tests = [pytest(name, *arguments) for name, arguments in _SMALL_TESTS.items()]
-        tiny = steps("steps tiny", *_TINY, "--rounds", "2", "--steps", "2", "--loads", "2")
-        return [Stage("tests", 3600, tests), Stage("steps tiny", 3600, [tiny]), Stage("kernels", 3600, [kernels(1)])]
+        return [Stage("tests", 3600, tests), Stage("kernels", 3600, [kernels(1)])]
     engine = [f"{_ENGINE}/test_{name}.py" for name in _ENGINE_TESTS]
     fuzz = f"{_ENGINE}/test_bit_identity.py"
     tuned = out / "tuned.json"

@@ -180,6 +180,7 @@ def world(folder: Path, port: int) -> Iterator[World]:
             "OMP_NUM_THREADS": "1",
             "RAY_AUTH_MODE": "token",  # as Ray sets it for the service's own node; the other one has to set it
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # Ray's ports also for other nodes
         }
         if database is not None:
             stack.callback(database.stop)

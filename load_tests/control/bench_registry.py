@@ -30,6 +30,7 @@ import httpx
 from sqlalchemy import Connection, Table, func, insert, select
 
 from app.cli.register import BATCH
+from app.config import AdaptersConfig
 from app.deployments.ingress.accounting import PricingContext, RequestAccounting
 from app.deployments.ingress.adapter_admin import AdapterAdmin
 from app.deployments.ingress.adapter_metrics import AdapterMetrics
@@ -53,6 +54,7 @@ from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.store.tier_counters import TierCounters
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
+from app.deployments.tenancy.models import NO_LIMITS
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.usage.adapter_stats import Activity, ActivityKey, ActivityStats, AdapterStatsTable
 from app.deployments.tenancy.usage.prices import Prices
@@ -138,6 +140,7 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "max_rank": 16,
         "size_bytes": 1 << 20,
         "extra_bytes": 0,
+        "is_zero": False,
         "pinned": False,
         "traffic_weight": 1.0,
         "registered_s": time.time(),
@@ -224,6 +227,8 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         adapter_admin=AdapterAdmin(
             cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())
         ),
+        new_project_limits=NO_LIMITS,
+        adapters_config=AdaptersConfig(),
         preprocessor=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
         observe=lambda *_: None,
     )

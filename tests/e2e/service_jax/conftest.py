@@ -33,7 +33,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     xla = engine["xla"] | {"compilation_cache_dir": str(folder / "xla")}
     settings = engine | {"max_model_len": 1024, "xla": xla}
     sockets = folder / "sockets"
-    sockets.mkdir()
-    sockets.chmod(0o755)  # others may enter it: refused
+    sockets.touch()  # not a folder
     with running_service(folder, settings, 1, {FOLDER_VARIABLE: str(sockets)}) as started:
         yield started

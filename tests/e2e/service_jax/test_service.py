@@ -28,6 +28,4 @@ def test_the_cache_of_programs_is_filled(service: Service) -> None:
 
 def test_frames_come_through_ray(service: Service) -> None:
     """There is no socket; the other tests read their answers all the same."""
-    sockets = service.loras.parent / "sockets"
-    assert sockets.is_dir()
-    assert not any(sockets.iterdir())
+    assert (service.loras.parent / "sockets").is_file()
