@@ -288,14 +288,16 @@ class StorageConfig(_Settings):
 class SemanticRouterConfig(_Settings):
     """How an adapter is chosen for requests whose model is "auto"."""
 
-    embedder: str | None = Field(
-        default=None, description="A small encoder, as in model.uri; default: the base model itself."
+    embedder: str = Field(
+        default=model_download.DEFAULT_EMBEDDER_URI,
+        description="A small encoder, as in model.uri, which each ingress loads when it is first needed; `base`: the "
+        "base model itself.",
     )
     threshold: float = Field(
-        default=0.6,
+        default=0.3,
         ge=-1,
         le=1,
-        description="Lowest cosine similarity with an adapter's description; calibrate it per embedder.",
+        description="Lowest similarity with an adapter's description; the default is for the default embedder.",
     )
     top_k: int = Field(
         default=1, ge=1, le=16, description="Most adapters chosen for one request; several are combined."

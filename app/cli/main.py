@@ -126,7 +126,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _serve(arguments: argparse.Namespace) -> int:
     from app.cli.config_file import read_settings
-    from app.cli.preflight import check_cache, check_model
+    from app.cli.preflight import check_cache, check_model, fetch_embedder
     from app.cli.serve import serve_until_stopped
     from app.engine.models.download.model_download import resolve_model
 
@@ -134,6 +134,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     check_cache()
     with ProgressLine(sys.stderr) as line:
         path = resolve_model(settings.model.uri, progress=line.show)
+        fetch_embedder(settings, line.show)
     is_encoder = check_model(settings, path).encoder is not None
     return serve_until_stopped(
         arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard, is_encoder=is_encoder
@@ -163,16 +164,18 @@ def _add_download(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _download(arguments: argparse.Namespace) -> int:
     from app.cli.config_file import read_settings
-    from app.cli.preflight import check_cache
+    from app.cli.preflight import check_cache, fetch_embedder
     from app.engine.models.checkpoint import load_checkpoint
     from app.engine.models.download.model_download import resolve_model
 
-    model = read_settings(arguments.config).model
+    settings = read_settings(arguments.config)
+    model = settings.model
     if "://" in model.uri:
         check_cache()
     started_s = time.monotonic()
     with ProgressLine(sys.stderr) as line:
         path = resolve_model(model.uri, progress=line.show)
+        fetch_embedder(settings, line.show)
     spec = load_checkpoint(path, model.name).spec
     print(
         f"{spec.name}: {spec.family}, {len(spec.layers)} layers of {spec.hidden_size}, digest {spec.digest[:12]} "

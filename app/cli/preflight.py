@@ -6,6 +6,7 @@ They leave nothing behind but folders that the service would create as well.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING
 from app.cli.ray_env import HA_PROXY_PORTS
 from app.config import AppConfig
 from app.engine.config import EngineConfig
-from app.engine.errors import ConfigError, PolyloraError
-from app.engine.models.download.model_download import default_cache_dir
+from app.engine.errors import ConfigError, PolyloraError, SourceError
+from app.engine.models.download.model_download import Progress, default_cache_dir, resolve_model
 from app.private_folder import make_private
 
 if TYPE_CHECKING:
     from app.engine.models.spec import ModelSpec
+
+_log = logging.getLogger(__name__)
 
 #: Variables that provide Ray's token; otherwise it is created in the home directory.
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -54,6 +57,21 @@ def check_device(engine: EngineConfig) -> None:
     from app.engine.factory import check_device_is_here  # heavy
 
     check_device_is_here(engine)
+
+
+def fetch_embedder(settings: AppConfig, progress: Progress) -> None:
+    """Download the encoder that model "auto" needs. A failure is logged: all other models work without it."""
+    uri = settings.semantic_router.embedder
+    if "://" not in uri:
+        return
+    try:
+        resolve_model(uri, progress=progress)
+    except SourceError as error:
+        _log.warning(
+            "model 'auto' will not work: its embedder is not available (%s); set semantic_router.embedder to a local "
+            "encoder or to base",
+            error,
+        )
 
 
 def check_cache() -> None:

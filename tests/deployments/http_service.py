@@ -156,7 +156,12 @@ class Service(IngressService):
         fleet.usage_recorder = (
             parts.accounting.usage_recorder
         )  # so that whoever asks after a request finds it in the ledger
-        settings = {"model": {"name": "base"}, "limits": limits, "adapters": {"resolvers": ["{name}"]}}
+        settings = {
+            "model": {"name": "base"},
+            "limits": limits,
+            "adapters": {"resolvers": ["{name}"]},
+            "semantic_router": {"embedder": "base", "threshold": 0.6},
+        }
         super().__init__(AppConfig.model_validate(settings), parts)
 
     @property

@@ -99,7 +99,7 @@ class IngressService:
         )
         wait_s = config.limits.adapter_load_timeout_s
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.tokenizer, dispatcher, wait_s, parts.clock)
-        if config.semantic_router.embedder is not None:
+        if config.semantic_router.embedder != "base":
             embedder = EncoderEmbedder(config.semantic_router.embedder)
         self._router = SemanticRouter(config.semantic_router, parts.registry, embedder, wait_s, parts.accounting)
         self.preprocessor = RequestPreprocessor(

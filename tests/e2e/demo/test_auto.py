@@ -1,4 +1,4 @@
-"""Model "auto" of the default service: its configuration describes the demo adapters, and the base compares."""
+"""Model "auto" of the default service: its configuration describes the demo adapters."""
 
 from __future__ import annotations
 

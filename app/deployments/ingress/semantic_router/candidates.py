@@ -6,8 +6,10 @@ skipped. Whether its weights are loaded makes no difference.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence, Set
-from itertools import islice
+from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +25,22 @@ Embed = Callable[[Sequence[str]], Awaitable[Floats]]
 Visible = Mapping[str, frozenset[str] | None]
 
 #: Descriptions per embedding call.
-MAX_TOGETHER = 64
+MAX_TOGETHER = 16
+#: Sentences of a description that are compared one by one.
+MAX_SENTENCES = 24
+#: Texts of which the whole description's vector is the mean.
+_NUM_WHOLE = 3
+_SENTENCE_END = re.compile(r"(?<=[.?!])\s+")
 #: The best candidates of an owner that are tried before all of its candidates are sorted.
 _FIRST = 64
+
+
+class _Sentences(NamedTuple):
+    """The sentences of an owner's candidates: those from `starts[i]` on belong to the candidate in row `rows[i]`."""
+
+    vectors: Floats
+    starts: NDArray[np.int64]
+    rows: NDArray[np.int64]
 
 
 class _OwnerCandidates:
@@ -37,12 +52,15 @@ class _OwnerCandidates:
         self.texts: dict[str, str] = {}  # embedded texts
         self.pending: dict[str, str] = {}  # texts to embed
         self._vectors: Floats = np.zeros((0, 0), np.float32)
+        self._sentences: dict[str, Floats] = {}
+        self._stacked: _Sentences | None = None  # of all names, made when it is needed
 
     @property
     def vectors(self) -> Floats:
         return self._vectors[: len(self.names)]
 
-    def put(self, name: str, text: str, vector: Floats) -> None:
+    def put(self, name: str, text: str, vector: Floats, sentences: Floats | None = None) -> None:
+        """`vector`: [H], the whole description; `sentences`: [N, H], None or empty if it has only one."""
         row = self.rows.get(name)
         if row is None:
             row = len(self.names)
@@ -54,6 +72,39 @@ class _OwnerCandidates:
             self.names.append(name)
             self.rows[name] = row
         self._vectors[row], self.texts[name] = vector, text
+        self._sentences.pop(name, None)
+        if sentences is not None and len(sentences):
+            self._sentences[name] = sentences
+        self._stacked = None
+
+    def scores(self, vector: Floats, names: Sequence[str] | None) -> Floats:
+        """The scores [N] of a prompt's vector [H] with these candidates, or with all in the order of `names`."""
+        if names is not None:
+            return np.array([self._score(vector, name) for name in names], np.float32)
+        scores: Floats = self.vectors @ vector
+        if self._sentences:
+            vectors, starts, rows = self._stack()
+            cosines = vectors @ vector
+            highest = np.maximum.reduceat(cosines, starts)
+            cosines[cosines == np.repeat(highest, np.diff(starts, append=len(cosines)))] = -1.0
+            second = np.maximum.reduceat(cosines, starts)
+            whole = scores[rows]
+            scores[rows] = (np.maximum(whole, highest) + np.maximum(np.minimum(whole, highest), second)) / 2
+        return scores
+
+    def _score(self, vector: Floats, name: str) -> float:
+        whole = self._vectors[self.rows[name]] @ vector
+        if name not in self._sentences:
+            return float(whole)
+        cosines = np.unique(self._sentences[name] @ vector)
+        return float(np.sort(np.append(cosines, whole))[-2:].mean())
+
+    def _stack(self) -> _Sentences:
+        if self._stacked is None:
+            starts = np.cumsum([0, *map(len, self._sentences.values())])[:-1]
+            rows = np.array([self.rows[name] for name in self._sentences])
+            self._stacked = _Sentences(np.concatenate([*self._sentences.values()]), starts, rows)
+        return self._stacked
 
     def pending_of(self, names: Collection[str] | None) -> list[str]:
         """Up to `MAX_TOGETHER` of these names (None: of all) that are not embedded yet."""
@@ -68,6 +119,8 @@ class _OwnerCandidates:
         if row is None:
             return
         del self.texts[name]
+        self._sentences.pop(name, None)
+        self._stacked = None
         last = self.names.pop()
         if last != name:
             self.names[row], self.rows[last] = last, row
@@ -84,7 +137,7 @@ class Candidates:
         """Apply a registry change; `entry` is None if it was removed."""
         owner_id, name = key
         owned = self._owners.setdefault(owner_id, _OwnerCandidates())
-        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) and entry.description else None
+        text = entry.description if isinstance(entry, CatalogEntry) and entry.description else None
         if text is None:
             owned.remove(name)
         elif owned.texts.get(name) == text:
@@ -112,11 +165,15 @@ class Candidates:
         """Embed an owner's pending descriptions of these names, including changes that arrive meanwhile."""
         owned = self._of(owner_id)
         while items := [(name, owned.pending[name]) for name in owned.pending_of(names)[:max_together]]:
-            vectors = await embed([text for _, text in items])
-            for (name, text), vector in zip(items, vectors, strict=True):
+            texts = [_texts(name, text) for name, text in items]
+            vectors = await embed([*chain.from_iterable(texts)])
+            ends = np.cumsum([*map(len, texts)])[:-1]
+            for (name, text), of_text in zip(items, np.split(vectors, ends), strict=True):
+                whole = of_text[:_NUM_WHOLE].mean(axis=0)
+                whole /= max(float(np.linalg.norm(whole)), 1e-12)
                 if owned.pending.get(name) == text:  # otherwise it has changed again or was removed
                     del owned.pending[name]
-                    owned.put(name, text, vector)
+                    owned.put(name, text, whole, of_text[_NUM_WHOLE:])
 
     def nearest(
         self,
@@ -126,7 +183,7 @@ class Candidates:
         threshold: float,
         top_k: int,
     ) -> list[ScoredAdapter]:
-        """At most `top_k` candidates by descending cosine, all of at least `threshold`.
+        """At most `top_k` candidates by descending score, all of at least `threshold`.
 
         vector: [H], unit length. is_accessible: whether the name resolves to this owner's adapter for the caller.
         """
@@ -137,8 +194,7 @@ class Candidates:
             candidates = owned.names if listed is None else listed
             if not candidates:
                 continue
-            vectors = owned.vectors if listed is None else owned.vectors[[owned.rows[name] for name in listed]]
-            scores = vectors @ vector
+            scores = owned.scores(vector, listed)
             num_found = 0
             for row in _descending(scores, threshold):
                 name = candidates[row]
@@ -151,6 +207,13 @@ class Candidates:
 
     def _of(self, owner_id: str) -> _OwnerCandidates:
         return self._owners.get(owner_id) or _OwnerCandidates()
+
+
+def _texts(name: str, description: str) -> list[str]:
+    """What is embedded of a candidate: `_NUM_WHOLE` texts of the whole, then its sentences if it has several."""
+    words = re.sub(r"[-_/:]+", " ", name)
+    sentences = [*dict.fromkeys(filter(None, _SENTENCE_END.split(description.strip())))]
+    return [words, description, f"{words}: {description}", *(sentences[:MAX_SENTENCES] if len(sentences) > 1 else [])]
 
 
 def _descending(scores: Floats, threshold: float) -> Iterator[int]:

