@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from app.config import AppConfig
 from app.deployments.ingress.adapter_metrics import request_activity
@@ -52,6 +55,7 @@ class ServiceOverview:
         clock: Callable[[], float],
         steady_clock: Callable[[], float],
     ) -> None:
+        self._config = config
         self._base_name, self._policy = config.model.name, config.placement.policy
         self._registry = registry
         self._placer = placer
@@ -110,6 +114,10 @@ class ServiceOverview:
             "tiers": tiers,
             "policy": self._policy,
         }
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Every setting of the service by its dotted name. Settings have no secrets."""
+        return [*_settings(self._config, "")]
 
     async def residency(self, name: str | None, tenant_id: str) -> dict[str, Any]:
         """Which replica has which adapter. `name`: only this adapter of the tenant. Raises NotFound, NotReady."""
@@ -189,6 +197,26 @@ class ServiceOverview:
 
     def _note_change(self, key: Key, entry: Entry | None) -> None:  # noqa: ARG002
         self._num_changes[key[0]] += 1
+
+
+def _settings(settings: BaseModel, prefix: str) -> Iterator[dict[str, Any]]:
+    values = settings.model_dump(mode="json")
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if name not in values:  # of a device that is not this one
+            continue
+        if isinstance(value, BaseModel):
+            yield from _settings(value, f"{prefix}{name}.")
+            continue
+        default = to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
+        is_required = default is PydanticUndefined
+        yield {
+            "id": f"{prefix}{name}",
+            "value": values[name],
+            "default": None if is_required else default,
+            "is_set": is_required or values[name] != default,
+            "description": field.description or "",
+        }
 
 
 def without_adapter_names(replica: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ export const LineChart = ({ data, series, format, label, span = 3600 }) => {
         { ...axis, grid: { stroke: color("--line"), width: 1 }, space: 36, size: 52, values: (u, splits) => splits.map(format) },
       ],
       series: [{}, ...series.map(each => ({
-        label: each.title, stroke: color(each.color), width: 1.6, spanGaps: false, points: { show: false },
+        label: each.title, stroke: color(each.color), width: 1.6, spanGaps: each.spans ?? false, points: { show: false },
         fill: each.fill ? `${color(each.color)}1c` : undefined,
       }))],
       hooks: { setCursor: [u => {

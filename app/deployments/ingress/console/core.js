@@ -109,7 +109,7 @@ export async function all(path, query = {}, most = 20000) {
   const entries = [];
   let after;
   do {
-    const page = await get(path, { limit: 1000, ...query, after });
+    const page = await get(path, { limit: /organization|batches/.test(path) ? 100 : 1000, ...query, after });
     entries.push(...page.data);
     after = page.has_more ? page.last_id ?? page.data.at(-1)?.id : null;
   } while (after && entries.length < most);

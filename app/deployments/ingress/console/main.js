@@ -74,7 +74,7 @@ const Side = ({ current }) => {
   }
   const who = session.value;
   const counts = { adapters: overview.value?.num_adapters, replicas: overview.value?.replicas?.length };
-  return html`<div class=${`side ${menuOpen.value ? "open" : ""}`} id="menu">
+  return html`<aside class=${`side ${menuOpen.value ? "open" : ""}`} id="menu" aria-label="Menu">
     <a class="brand" href="#/overview"><${Mark} /><span>polylora<small>${who.model}</small></span></a>
     ${may.administer.value && html`<${Select} label="Project" hideLabel value=${project.value}
       onChange=${value => { project.value = value; }}
@@ -90,7 +90,7 @@ const Side = ({ current }) => {
       <div class="who"><span>${{ open: "No key needed here", admin: "Administrator", operator: "Operator" }[who.kind] ?? who.project_name}</span>
       <span class="muted">${who.kind === "project" ? `project key · ${who.role}` : who.kind === "admin" ? "admin key" : ""}</span></div>
       ${who.kind !== "open" && html`<${Button} small onClick=${signOut}>Sign out</${Button}>`}
-    </div></div>`;
+    </div></aside>`;
 };
 
 const Shell = () => {

@@ -82,7 +82,7 @@ export const Card = ({ title, aside, children, className = "", flush }) => html`
 /** `columns`: {key, title, cell(row), num, sort, width}. `sort`: "-created"; `onSort` gets the next one. */
 export const Table = ({ columns, rows, sort, onSort, empty, label, rowKey = row => row.id }) => {
   const field = sort?.replace(/^-/, "");
-  return html`<div class="table-wrap" tabindex="0" role="region" aria-label=${label}><table>
+  return html`<div class="table-wrap" tabindex="0" role="region" aria-label=${`${label}, table`}><table>
     <thead><tr>${columns.map(column => {
       const isOn = column.sort && column.sort === field;
       const down = sort?.startsWith("-");

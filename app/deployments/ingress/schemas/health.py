@@ -137,6 +137,16 @@ class ResidencyMap(ResponseModel):
     preference: Omittable[list[int]] = None
 
 
+class SettingResponse(ResponseModel):
+    """A setting; `id` is its dotted name in the configuration, `is_set` whether it differs from its default."""
+
+    id: str
+    value: Any
+    default: Any
+    is_set: bool
+    description: str
+
+
 class ServiceStatus(ResponseModel):
     """A project gets only the required fields. `replicas`: statistics of replicas; `tiers`: of the store."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -67,14 +68,15 @@ async def fake_service(folder: Path, num_replicas: int = 3, num_adapters: int = 
 async def serving(service: Service, port: int, policy: HttpPolicy | None = None) -> AsyncIterator[str]:
     """The service on a port of this machine; gives its URL."""
     app: Any = make_app(service, policy or HttpPolicy(is_on_loopback=True))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    running = asyncio.create_task(server.serve())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    listening = socket.create_server(("127.0.0.1", port))
+    running = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:
         await asyncio.sleep(0.02)
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
-    server.force_exit = True
     await running
+    listening.close()
 
 
 async def send_traffic(url: str, key: str = "") -> None:

@@ -113,7 +113,8 @@ async def test_a_project_sees_nothing_of_others(service: Service) -> None:
         assert (body["num_adapters"], body["events"], body["changes"]) == (0, [], 0)
         assert {"replicas", "tiers", "num_open_requests", "policy"}.isdisjoint(body)
         assert "open" not in body["samples"]
-        assert (await client.get("/v1/residency")).status_code == 403
+        for path in ("/v1/residency", "/v1/settings"):
+            assert (await client.get(path)).status_code == 403
 
 
 async def test_the_residency_map(http: httpx.AsyncClient) -> None:
@@ -128,6 +129,17 @@ async def test_the_residency_map(http: httpx.AsyncClient) -> None:
     one = (await http.get("/v1/residency?name=sql")).json()
     assert (one["adapters"]["name"], one["preference"]) == (["sql"], [0])
     assert (await http.get("/v1/residency?name=nobody")).status_code == 404
+
+
+async def test_settings_are_shown_with_what_differs_from_the_default(http: httpx.AsyncClient) -> None:
+    rows = {each["id"]: each for each in (await http.get("/v1/settings")).json()["data"]}
+    assert (rows["model.name"]["value"], rows["model.name"]["is_set"]) == ("base", True)
+    assert rows["http.console"] == {
+        "id": "http.console", "value": True, "default": True, "is_set": False,
+        "description": "Whether the web console is served at /console.",
+    }  # fmt: skip
+    assert rows["limits.max_body_bytes"]["is_set"]
+    assert "engine.block_size" in rows
 
 
 async def test_adapters_are_searched_sorted_and_paged_by_the_server(http: httpx.AsyncClient, service: Service) -> None:

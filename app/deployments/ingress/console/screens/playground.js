@@ -9,13 +9,13 @@ import { Page, Card, Button, Field, Problem, Icon, NameList, loadNames, Code, Di
 const settings = signal({ prompt: "How many customers live in Oslo?", system: "", temperature: "0", top_p: "1", max_tokens: "96", seed: "1", tools: "", schema: "" });
 const set = changes => { settings.value = { ...settings.value, ...changes }; };
 
-/** "base:" | "adapter:sql" | "mix:sql*0.7+support*0.3" <-> {kind, name, parts}. */
+/** "base:" | "adapter:sql" | "mix:sql*0.7,support*0.3" <-> {kind, name, parts}. */
 const parse = text => {
   const kind = text.split(":")[0], rest = text.slice(kind.length + 1);
-  if (kind === "mix") return { kind, parts: rest.split("+").filter(Boolean).map(part => { const [name, weight] = part.split("*"); return { name, weight: Number(weight ?? 1) }; }) };
+  if (kind === "mix") return { kind, parts: rest.split(",").filter(Boolean).map(part => { const [name, weight] = part.split("*"); return { name, weight: Number(weight ?? 1) }; }) };
   return { kind: kind === "base" ? "base" : "adapter", name: rest };
 };
-const write = column => column.kind === "mix" ? `mix:${column.parts.map(part => `${part.name}*${part.weight}`).join("+")}` : column.kind === "base" ? "base:" : `adapter:${column.name}`;
+const write = column => column.kind === "mix" ? `mix:${column.parts.map(part => `${part.name}*${part.weight}`).join(",")}` : column.kind === "base" ? "base:" : `adapter:${column.name}`;
 
 export default function Playground({ query }) {
   useEffect(() => { loadNames(); }, [session.value?.key_id]);
@@ -60,8 +60,8 @@ export default function Playground({ query }) {
 const KeyCard = () => {
   const text = useSignal("");
   return html`<${Card} title="A key that may run models"><p class="muted">This key manages the service; only a project's key runs models. Enter one for this page: it stays in memory.</p>
-    <div class="row"><div class="grow"><${Field} label="Project's API key" type="password" autocomplete="off" value=${text.value} onInput=${value => { text.value = value; }} /></div>
-    <${Button} kind="primary" disabled=${!text.value} onClick=${() => { inferenceKey.value = text.value.trim(); }}>Use it here</${Button}></div></${Card}>`;
+    <form class="row end" onSubmit=${event => { event.preventDefault(); inferenceKey.value = text.value.trim(); }}><div class="grow"><${Field} label="Project's API key" type="password" autocomplete="off" value=${text.value} onInput=${value => { text.value = value; }} /></div>
+    <button class="button primary" disabled=${!text.value}>Use it here</button></form></${Card}>`;
 };
 
 function Column({ column, index, answer, reference, onChange, onRemove }) {

@@ -1,5 +1,5 @@
 """/v1/overview: the service's state and the last hour of this ingress, once or as a stream of events; and
-/v1/residency: which replica has which adapter.
+/v1/residency: which replica has which adapter; and /v1/settings.
 
 A project gets its own requests and adapters, and nothing of replicas and memory, which all tenants share.
 """
@@ -16,10 +16,11 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.ingress.error_responses import WrongKeyKind
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.openapi import EVENT_STREAM
-from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber
+from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber, page_body
 from app.deployments.ingress.http.routes.audit import recent_events
 from app.deployments.ingress.principal import Principal, http_principal
-from app.deployments.ingress.schemas.health import Overview, ResidencyMap
+from app.deployments.ingress.schemas.health import Overview, ResidencyMap, SettingResponse
+from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.traffic_history import BUCKET_S
 from app.engine.errors import QueueFull
@@ -74,6 +75,13 @@ def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
         if caller.kind == "project":
             raise WrongKeyKind("replicas are shared by all projects; an admin key shows where adapters are")
         return JSONResponse(await service.overview.residency(query.name, caller.tenant_id))
+
+    @routes.get("/v1/settings", response_model=PageResponse[SettingResponse])
+    async def settings(request: Request) -> Response:
+        """Every setting of the service, its default and what it does; for operators."""
+        if http_principal(request).kind == "project":
+            raise WrongKeyKind("the service's settings are shown with an admin key")
+        return JSONResponse(page_body(service.overview.settings(), has_more=False))
 
 
 async def _body(service: IngressService, caller: Principal, since_s: int) -> dict[str, Any]:

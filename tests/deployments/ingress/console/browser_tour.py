@@ -1,0 +1,292 @@
+"""What a person does with the console, as a program with Playwright: `python browser_tour.py PART URL …`.
+
+It runs in an environment of its own, without this package. Every console error, refused script or style, request to
+another host and accessibility violation fails it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+SHOTS = os.environ.get("POLYLORA_SCREENSHOTS", "")
+AXE = os.environ.get("POLYLORA_AXE", "")
+#: Of all pages, shown together at the end.
+VIOLATIONS: list[str] = []
+SIZES = {"wide": (1440, 900), "narrow": (390, 844), "4k": (3840, 2160), "tiny": (360, 640)}
+expect.set_options(timeout=15_000)
+
+
+@contextmanager
+def page(browser: Browser, url: str, *, theme: str = "light", size: str = "wide", expected: str = "") -> Iterator[Page]:
+    """A page that must have no error but those whose text matches `expected`."""
+    width, height = SIZES[size]
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
+    )
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    new, found = context.new_page(), []
+    new.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
+    new.on("pageerror", lambda error: found.append(str(error)))
+    new.on(
+        "request",
+        lambda request: found.append(request.url) if not request.url.startswith((url, "blob:", "data:")) else None,
+    )
+    yield new
+    context.close()
+    found = [each for each in found if not (expected and re.search(expected, each))]
+    assert not found, found
+
+
+def shot(page: Page, name: str) -> None:
+    if SHOTS:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        page.wait_for_timeout(700)
+        page.screenshot(path=f"{SHOTS}/{name}.png")
+
+
+def check(page: Page) -> None:
+    """No accessibility violation, and nothing wider than the window."""
+    width = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    if width > 0:
+        VIOLATIONS.append(f"{page.url} is {width} px wider than the window")
+    if AXE:
+        page.evaluate(Path(AXE).read_text())
+        found = page.evaluate(
+            "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.slice(0, 3).map(n => n.html.slice(0, 160))]))"
+        )
+        VIOLATIONS.extend(f"{page.url} {each}" for each in found)
+
+
+SCREENS = {
+    "overview": "Requests per second", "playground": "Reference", "adapters": "sql-next", "aliases": "sql-live",
+    "residency": "on a device", "batches": "No batch yet", "files": "No file yet", "replicas": "replica-0",
+    "activity": "routable", "settings": "http.console",
+}  # fmt: skip
+
+
+def screens(browser: Browser, url: str) -> None:
+    for theme, size in (("light", "wide"), ("dark", "wide"), ("light", "narrow"), ("dark", "4k"), ("light", "tiny")):
+        with page(browser, url, theme=theme, size=size) as new:
+            for name, text in SCREENS.items():
+                new.goto(f"{url}/console/#/{name}")
+                expect(new.get_by_text(text).first).to_be_visible()
+                new.wait_for_timeout(300)
+                check(new)
+                if (theme, size) in (("light", "wide"), ("dark", "wide"), ("light", "narrow")) and (
+                    size == "wide" or name in ("overview", "adapters", "playground")
+                ):
+                    shot(new, f"{name}-{'dark' if theme == 'dark' else size}")
+
+
+def actions(browser: Browser, url: str, folder: Path) -> None:
+    with page(browser, url, expected=r"status of 4\d\d") as new:
+        new.goto(f"{url}/console/#/overview")
+        first_paint_ms = new.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
+        print("first paint", first_paint_ms)
+        new.get_by_role("link", name="Why, and what to do").click()
+        expect(new.get_by_text("What to do:")).to_be_visible()
+        check(new)
+        shot(new, "adapter-failed")
+        new.goto(f"{url}/console/#/adapters/sql")
+        expect(new.get_by_role("heading", name="Generations")).to_be_visible()
+        check(new)
+        shot(new, "adapter-wide")
+        new.get_by_role("button", name="Pin").click()
+        expect(new.get_by_role("button", name="Unpin")).to_be_visible()
+        new.get_by_role("button", name="Describe").click()
+        new.get_by_label("Description").fill("Questions answered with SQL")
+        check(new)
+        new.get_by_role("button", name="Save").click()
+        expect(new.get_by_text("Questions answered with SQL").first).to_be_visible()
+        new.get_by_role("button", name="Copy as curl").first.click()
+        expect(new.get_by_label("curl command")).to_contain_text("/v1/loras/sql")
+        new.keyboard.press("Escape")
+        drop(new, url, folder)
+        canary(new, url)
+        unload(new, url)
+        play(new, url)
+        keyboard(new, url)
+
+
+def drop(new: Page, url: str, folder: Path) -> None:
+    """Load a folder of this computer; and see why one is refused before it is sent."""
+    new.goto(f"{url}/console/#/adapters")
+    new.get_by_role("button", name="Load adapter").click()
+    new.get_by_role("tab", name="From this computer").click()
+    new.locator("dialog input[type=file]").set_input_files([folder / "adapter_config.json"])
+    expect(new.get_by_text("adapter_model.safetensors is missing")).to_be_visible()
+    expect(new.locator("dialog").get_by_role("button", name="Load", exact=True)).to_be_disabled()
+    new.locator("dialog input[type=file]").set_input_files(sorted(folder.iterdir()))
+    expect(new.get_by_text("LoRA of rank 2, alpha 4")).to_be_visible()
+    new.locator("dialog").get_by_label("Name").fill("dropped")
+    check(new)
+    shot(new, "load-adapter")
+    with new.expect_response("**/v1/loras/dropped/weights") as answer:
+        new.locator("dialog").get_by_role("button", name="Load", exact=True).click()
+    sent = answer.value.request
+    assert sent.method == "PUT"
+    assert '"r":2' in sent.headers["x-adapter-config"]
+    new.keyboard.press("Escape")
+
+
+def canary(new: Page, url: str) -> None:
+    new.goto(f"{url}/console/#/aliases")
+    handle = new.get_by_role("slider", name="Border between sql and sql-next")
+    handle.focus()
+    for _ in range(5):
+        new.keyboard.press("ArrowLeft")
+    expect(handle).to_have_attribute("aria-valuenow", "85")
+    new.get_by_role("button", name="Save the weights").click()
+    expect(new.get_by_text("sql-live has new weights")).to_be_visible()
+    card = new.get_by_role("region", name="sql-live", exact=True)
+    card.get_by_role("button", name="Promote").nth(1).click()
+    new.locator("dialog").get_by_role("button", name="Promote").click()
+    expect(new.get_by_text("sql-next gets all requests").first).to_be_visible()
+    card.get_by_role("button", name="Versions").click()
+    new.locator("dialog").get_by_role("button", name="Roll back to it").last.click()
+    expect(card.get_by_text("90 %").first).to_be_visible()
+
+
+def unload(new: Page, url: str) -> None:
+    new.goto(f"{url}/console/#/adapters/support")
+    new.get_by_role("button", name="Unload").click()
+    expect(new.locator("dialog").get_by_text("alias help")).to_be_visible()
+    button = new.locator("dialog").get_by_role("button", name="Unload")
+    expect(button).to_be_disabled()
+    check(new)
+    shot(new, "unload")
+    new.keyboard.press("Escape")
+    new.goto(f"{url}/console/#/adapters/triage")
+    new.get_by_role("button", name="Unload").click()
+    new.locator("dialog input").fill("triage")
+    button.click()
+    expect(new.get_by_text("triage was unloaded")).to_be_visible()
+
+
+def play(new: Page, url: str) -> None:
+    new.goto(f"{url}/console/#/playground?c=base:%7Cadapter:sql%7Cadapter:sql-live")
+    new.get_by_label("Max tokens").fill("24")
+    new.get_by_role("button", name="Run").click()
+    expect(new.get_by_text("the same as the reference")).to_have_count(2, timeout=30_000)
+    assert new.locator(".answer .new").count() > 0
+    check(new)
+    shot(new, "playground-answers")
+    new.goto(f"{url}/console/#/playground?c=base:%7Cadapter:sql%7Cmix:sql*0.7,legal-summary*0.3")
+    new.get_by_role("slider", name="Weight of sql in Column 3").fill("1.5")
+    expect(new.get_by_text("× 1.50")).to_be_visible()
+    assert "sql*1.5" in new.evaluate("decodeURIComponent(location.hash)")
+    new.get_by_role("button", name="View code").click()
+    new.get_by_role("tab", name="Python").click()
+    expect(new.get_by_label("Code", exact=True)).to_contain_text("base_url")
+    new.keyboard.press("Escape")
+
+
+def keyboard(new: Page, url: str) -> None:
+    """From the address bar to an adapter's page and back, with keys alone."""
+    new.goto(f"{url}/console/#/adapters")
+    expect(new.get_by_role("link", name="sql", exact=True)).to_be_visible()
+    new.evaluate("document.activeElement.blur()")
+    new.keyboard.press("Tab")
+    assert new.evaluate("document.activeElement.className") == "skip"
+    for _ in range(40):
+        new.keyboard.press("Tab")
+        if new.evaluate("document.activeElement.textContent.trim()") == "legal-summary":
+            break
+    new.keyboard.press("Enter")
+    expect(new.get_by_role("heading", name="legal-summary")).to_be_visible()
+
+
+def keys(browser: Browser, url: str, admin: str) -> None:
+    with page(browser, url, expected=r"status of 4\d\d") as new:
+        new.goto(f"{url}/console/")
+        expect(new.get_by_role("heading", name="Sign in")).to_be_visible()
+        check(new)
+        shot(new, "sign-in")
+        new.get_by_label("API key").fill("sk-wrong")
+        new.get_by_role("button", name="Sign in").click()
+        expect(new.get_by_role("alert")).to_be_visible()
+        new.get_by_label("API key").fill(admin)
+        new.get_by_label("Stay signed in").check()
+        new.get_by_role("button", name="Sign in").click()
+        expect(new.get_by_text("Administrator")).to_be_visible()
+        new.reload()
+        expect(new.get_by_text("Administrator")).to_be_visible()
+        assert admin not in new.content()
+        assert new.evaluate("JSON.stringify(localStorage) + document.cookie").find("poly-") < 0
+        new.goto(f"{url}/console/#/projects")
+        new.get_by_role("button", name="New project").first.click()
+        new.get_by_label("Name").fill("atlas")
+        new.get_by_role("button", name="Create").click()
+        expect(new.get_by_role("heading", name="atlas")).to_be_visible()
+        new.get_by_role("button", name="New key").click()
+        new.get_by_label("For whom or what").fill("app")
+        new.get_by_role("button", name="Create").click()
+        project = new.get_by_label("The new key").inner_text().strip()
+        assert project.startswith("sk-poly-")
+        new.get_by_role("button", name="I have stored it").click()
+        check(new)
+        shot(new, "project")
+        new.goto(f"{url}/console/#/usage")
+        expect(new.get_by_role("heading", name="Usage and costs")).to_be_visible()
+        check(new)
+        new.get_by_role("button", name="Sign out").click()
+        new.get_by_label("API key").fill(project)
+        new.get_by_role("button", name="Sign in").click()
+        expect(new.get_by_text("project key · member")).to_be_visible()
+        assert new.get_by_role("link", name="Replicas").count() == 0
+        new.goto(f"{url}/console/#/adapters")
+        expect(new.get_by_text("No adapter yet")).to_be_visible()
+        check(new)
+        shot(new, "project-key-adapters")
+
+
+def many(browser: Browser, url: str) -> None:
+    with page(browser, url) as new:
+        new.goto(f"{url}/console/#/adapters")
+        expect(new.get_by_text("of 5,008")).to_be_visible()
+        new.get_by_role("button", name="Next").click()
+        expect(new.get_by_text("51–100 of 5,008")).to_be_visible()
+        new.get_by_label("Name, description or digest").fill("04321")
+        expect(new.get_by_role("link", name="tenant-04321")).to_be_visible()
+        expect(new.get_by_text("1–1 of 1")).to_be_visible()
+        new.goto(f"{url}/console/#/residency")
+        expect(new.get_by_text("5,008 adapters on 3 replicas")).to_be_visible()
+        check(new)
+        shot(new, "residency-many")
+        new.locator(".map").focus()
+        new.keyboard.press("ArrowDown")
+        expect(new.locator(".map-tip")).to_be_visible()
+
+
+def lost(browser: Browser, url: str) -> None:
+    with page(browser, url, expected="ERR_") as new:
+        new.goto(f"{url}/console/#/replicas")
+        expect(new.get_by_text("replica-1")).to_be_visible()
+        expect(new.get_by_text("replica-1")).to_have_count(0, timeout=40_000)
+        expect(new.get_by_text("the service does not answer")).to_be_visible(timeout=60_000)
+        shot(new, "stale")
+
+
+def main(part: str, url: str, *words: str) -> None:
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+        browser: Any = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=arguments)
+        if part == "open":
+            screens(browser, url)
+            actions(browser, url, Path(words[0]))
+        else:
+            {"keys": keys, "many": many, "lost": lost}[part](browser, url, *words)
+        browser.close()
+    assert not VIOLATIONS, "\n".join(dict.fromkeys(VIOLATIONS))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
