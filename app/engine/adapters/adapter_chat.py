@@ -18,7 +18,6 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest
 from app.engine.models.chat.chat_template import check_variables
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
-from app.engine.models.chat.tool_call_formats import supports_tools, with_tools
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 
 
@@ -31,25 +30,34 @@ def encode_chat(
     extra: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
     tenant_id: str = "",
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    split_special_tokens: bool = True,
 ) -> list[int]:
-    """Token ids of the prompt, up to where the assistant's answer begins.
+    """Token ids of the prompt, up to where the assistant's answer begins; the other fields as `ChatTemplate.render`.
 
-    tools: None for a conversation without tools, [] if only earlier turns called some. extra: further template
-    variables. max_tokens: see `Tokenizer.encode`. tenant_id: who is refused a template that takes too long. Raises what
-    `Tokenizer.encode` does, and InvalidRequest if there is no template, it refuses the messages, or a variable may not
-    be set by a client.
+    max_tokens: see `Tokenizer.encode`. tenant_id: who is refused a template that takes too long. split_special_tokens:
+    special tokens in messages and tools are plain text. Raises what these do, and InvalidRequest if there is no
+    template, it refuses the messages, or a variable may not be set by a client.
     """
     special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
     check_variables(extra or (), special)
-    if tools is not None and not supports_tools(tool_template(tokenizer, own) or ""):
-        messages, tools = with_tools(messages, tools), None
+    fields: dict[str, Any] = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": tools,
+        "extra": extra,
+    }
     if own.chat_template is None and not own.special_tokens:
-        prompt = tokenizer.render_chat(messages, tools=tools, extra=extra)
+        prompt = tokenizer.render_chat(messages, **fields)
     else:
         source = own.chat_template or (tokenizer.chat_template if tools is None else tokenizer.tool_template)
         if source is None:
             raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
-        prompt = process.render(source, special, messages, tools, extra, tenant_id)
+        prompt = process.render(source, special, messages, **fields, tenant_id=tenant_id)
+    if split_special_tokens:
+        return tokenizer.encode_prompt(prompt, max_tokens=max_tokens)
     return tokenizer.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
 

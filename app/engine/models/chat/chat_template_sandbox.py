@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 from app.engine.adapters.sandbox.confinement import confine_process, confinement_gaps
 from app.engine.errors import CheckpointError, InvalidRequest, NotReady
 from app.engine.models.chat.chat_template import ChatTemplate, load_lazy_modules
+from app.engine.models.chat.user_text import UserText, user_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +64,26 @@ class ChatTemplateSandbox:
         source: str,
         special_tokens: Mapping[str, str],
         messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
         tenant_id: str = "",
-    ) -> str:
-        """The prompt, up to where the assistant's answer begins; `extra` as in `ChatTemplate.render`.
+    ) -> UserText:
+        """The prompt, as from `ChatTemplate.render`.
 
         Raises InvalidRequest, and NotReady if a process does not start or the machine is too busy.
         """
         key = (tenant_id, hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest())
-        task = {"source": source, "special": dict(special_tokens), "messages": list(messages)}
-        question = json.dumps(task | {"tools": tools, "extra": dict(extra or {})})
+        fields = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "extra": dict(extra or {}),
+        }
+        question = json.dumps({"source": source, "special": dict(special_tokens), "fields": fields})
         with self._lock:
             if self._clock() < self._refused.get(key, 0.0):
                 raise _over_limit(self._timeout_s)
@@ -95,7 +105,7 @@ class ChatTemplateSandbox:
         found = json.loads(answer)
         if "error" in found:
             raise InvalidRequest(found["error"], param="messages")
-        return str(found["text"])
+        return UserText(found["text"], map(tuple, found["ranges"]))
 
     def close(self) -> None:
         """End the idle processes."""
@@ -187,12 +197,12 @@ def _compile(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(special))
 
 
-def _render(question: Mapping[str, Any]) -> str:
+def _render(question: Mapping[str, Any]) -> UserText:
     template = _compile(question["source"], tuple(sorted(question["special"].items())))
-    return template.render(question["messages"], tools=question["tools"], extra=question["extra"])
+    return template.render(**question["fields"])
 
 
-def _answer(line: bytes) -> dict[str, str]:
+def _answer(line: bytes) -> dict[str, Any]:
     question = json.loads(line)
     try:
         try:
@@ -208,7 +218,7 @@ def _answer(line: bytes) -> dict[str, str]:
         return {
             "error": f"the adapter's chat template made {len(text)} characters; at most {_MAX_PROMPT_CHARS} are taken"
         }
-    return {"text": text}
+    return {"text": text, "ranges": user_ranges(text)}
 
 
 def serve(questions: BinaryIO, answers: BinaryIO, timeout_s: float) -> None:

@@ -7,12 +7,12 @@ Llama 3.1 and Mistral 7B v0.3.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.engine.errors import InvalidRequest
+from app.engine.models.chat.user_text import UserText, concat, to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,23 @@ MISTRAL = ToolCallFormat(
     "mistral", "[TOOL_CALLS] [", '{"name": "', '", "arguments": ', "}", ", ", "]", "[TOOL_CALLS]", id_chars=9
 )
 
-_PREAMBLE = """\
+_PREAMBLE = (
+    """\
 # Tools
 
 You may call one or more functions to assist with the user query.
 
 You are provided with function signatures within <tools></tools> XML tags:
 <tools>
-{tools}
+""",
+    """
 </tools>
 
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>""",
+)
 
 
 def fixed_texts(form: ToolCallFormat) -> tuple[str, ...]:
@@ -87,9 +90,10 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
     """A conversation with tools, rewritten for a template that supports neither tools nor tool messages."""
     rewritten = [_plain(message) for message in messages]
     if tools:
-        preamble = _PREAMBLE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        before, behind = _PREAMBLE
+        preamble = concat((before, UserText("\n", ()).join(map(to_json, tools)), behind))
         if rewritten and rewritten[0]["role"] == "system":
-            rewritten[0] = rewritten[0] | {"content": f"{rewritten[0]['content']}\n\n{preamble}"}
+            rewritten[0] = rewritten[0] | {"content": concat((rewritten[0]["content"], "\n\n", preamble))}
         else:
             rewritten.insert(0, {"role": "system", "content": preamble})
     return rewritten
@@ -98,15 +102,16 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 def call_text(call: Mapping[str, Any]) -> str:
     """One call in Hermes' format. call: {"function": {"name", "arguments": object}}."""
     function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return f"{HERMES.before}{function['name']}{HERMES.between}{arguments}{HERMES.after}"
+    parts = (HERMES.before, function["name"], HERMES.between, to_json(function["arguments"]), HERMES.after)
+    return concat(parts)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in a role that every template supports."""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {"role": "user", "content": concat(("<tool_response>\n", message["content"], "\n</tool_response>"))}
     if message.get("tool_calls"):
         parts = [message["content"]] if message.get("content") else []
-        return {"role": message["role"], "content": "\n".join([*parts, *map(call_text, message["tool_calls"])])}
+        content = UserText("\n", ()).join([*parts, *map(call_text, message["tool_calls"])])
+        return {"role": message["role"], "content": content}
     return dict(message)

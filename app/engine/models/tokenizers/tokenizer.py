@@ -7,7 +7,11 @@ token only if the caller allows it.
 
 from __future__ import annotations
 
+import re
+import secrets
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from tokenizers import decoders
 
 from app.engine.errors import CheckpointError, ContextOverflow, InvalidRequest
 from app.engine.models.chat.chat_template import ChatTemplate
+from app.engine.models.chat.user_text import UserText, user_ranges
 from app.engine.models.gguf.gguf_file import read_gguf
 from app.engine.models.tokenizers.gguf_tokenizer import byte_of_char, gguf_token_id, tokenizer_from_gguf
 from app.engine.models.tokenizers.hf_tokenizer import read_tokenizer_folder
@@ -44,6 +49,9 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self._templates = {name: ChatTemplate(source, special_tokens) for name, source in chat_templates.items()}
+        specials = {token.content: token_id for token_id, token in added.items() if token.special and token.content}
+        self._special_texts = specials
+        self._special_pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
         #: One more than the largest id, added tokens included.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._token_bytes = _token_bytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
@@ -65,6 +73,25 @@ class Tokenizer:
         ContextOverflow for a text of more than `max_tokens` of the longest token, without tokenizing it, and for one of
         clearly more tokens than `max_tokens` and 131,072, after as much of it as shows that.
         """
+        self._check_chars(text, max_tokens)
+        backend = self._backend if allow_special else self._literal
+        return _ids(backend, text, max_tokens, add_special_tokens=add_special_tokens)
+
+    def encode_prompt(self, prompt: UserText, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a chat template's prompt. Only special tokens that the template has written become such tokens;
+        those with a character of the request are plain text. Raises what `encode` does.
+        """
+        self._check_chars(prompt, max_tokens)
+        own = self._own_specials(prompt)
+        if own is not None:
+            token_ids = _ids(self._backend, prompt, max_tokens, add_special_tokens=False)
+            # A tokenizer whose normalizer makes special tokens from other characters finds more of them.
+            if self._backend.encode_special_tokens or sum(map(self.special_ids.__contains__, token_ids)) <= own:
+                return token_ids
+        return self._marking.encode(prompt, max_tokens)
+
+    def _check_chars(self, text: str, max_tokens: int | None) -> None:
+        """Raises ContextOverflow for a text of more than `max_tokens` of the longest token, and InvalidRequest."""
         if max_tokens is not None and len(text) > max_tokens * self.max_token_chars:
             raise ContextOverflow(
                 f"the text has {len(text)} characters, and the context holds {max_tokens} tokens of at most "
@@ -74,14 +101,19 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text has a lone surrogate at index {error.start}; send valid Unicode") from None
-        backend = self._backend if allow_special else self._literal
-        if max_tokens is not None and len(text) > _MAX_UNCOUNTED_CHARS:
-            _check_num_tokens(backend, text, max(max_tokens, _MAX_UNCOUNTED_CHARS))
-        if len(text) <= _LONG_CHARS:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        # A batch runs on the library's threads and releases the GIL; `encode` does not.
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+
+    def _own_specials(self, prompt: UserText) -> int | None:
+        """The number of special tokens in a prompt, or None if the request has written a character of one."""
+        count, ranges = 0, user_ranges(prompt)
+        for found in self._special_pattern.finditer(prompt):
+            if _touches(ranges, *found.span()):
+                return None
+            count += 1
+        return count
+
+    @cached_property
+    def _marking(self) -> _MarkedTokenizer:
+        return _MarkedTokenizer(self._backend, self._special_texts, self._special_pattern)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary become nothing."""
@@ -114,16 +146,15 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of a conversation; encode it with add_special_tokens=False."""
+        **fields: Any,
+    ) -> UserText:
+        """The prompt of a conversation, for `encode_prompt`; `fields` as in `ChatTemplate.render`."""
         template = self._templates.get("tool_use") if tools is not None else None
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+        return template.render(messages, tools=tools, **fields)
 
     @property
     def chat_template(self) -> str | None:
@@ -135,6 +166,11 @@ class Tokenizer:
         """Source of the template for conversations with tools."""
         found = self._templates.get("tool_use") or self._templates.get("default")
         return found.source if found is not None else None
+
+    def specials_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """The special tokens that texts contain, id → text."""
+        found = (match[0] for text in texts for match in self._special_pattern.finditer(text))
+        return {self._special_texts[text]: text for text in found}
 
     def token_id(self, text: str) -> int | None:
         """The id of the token with this text, or None."""
@@ -149,6 +185,59 @@ class Tokenizer:
         if token_id is None:
             raise CheckpointError(f"{name} {token!r} is not in the tokenizer's vocabulary")
         return int(token_id)
+
+
+class _MarkedTokenizer:
+    """Reads a text's special tokens as plain text, except for those that are replaced by a marker before.
+
+    Markers are added tokens of the same kind in a copy of the tokenizer, so the text around them is read as around the
+    special tokens themselves. They are random: no request can contain one.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, specials: Mapping[str, int], pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._backend.encode_special_tokens = True
+        nonce = secrets.token_hex(8)
+        self._marker_of = {text: f"\ue000{nonce}{token_id}\ue001" for text, token_id in specials.items()}
+        added = backend.get_added_tokens_decoder()
+        tokens = []
+        for text, token_id in specials.items():
+            flags = {flag: getattr(added[token_id], flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokens.append(tokenizers.AddedToken(self._marker_of[text], special=False, **flags))
+        self._backend.add_tokens(tokens)
+        ids = {text: self._backend.token_to_id(marker) for text, marker in self._marker_of.items()}
+        self._special_of = {ids[text]: token_id for text, token_id in specials.items()}
+
+    def encode(self, prompt: UserText, max_tokens: int | None) -> list[int]:
+        """As `Tokenizer.encode_prompt`."""
+        ranges, pieces, position, start = user_ranges(prompt), list[str](), 0, 0
+        while (found := self._pattern.search(prompt, start)) is not None:
+            if _touches(ranges, *found.span()):
+                start = found.start() + 1
+                continue
+            pieces += (prompt[position : found.start()], self._marker_of[found[0]])
+            position = start = found.end()
+        text = "".join([*pieces, prompt[position:]])
+        token_ids = _ids(self._backend, text, max_tokens, add_special_tokens=False)
+        return [self._special_of.get(token_id, token_id) for token_id in token_ids]
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, max_tokens: int | None, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text. Raises what `_check_num_tokens` does."""
+    if max_tokens is not None and len(text) > _MAX_UNCOUNTED_CHARS:
+        _check_num_tokens(backend, text, max(max_tokens, _MAX_UNCOUNTED_CHARS))
+    if len(text) <= _LONG_CHARS:
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    # A batch runs on the library's threads and releases the GIL; `encode` does not.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _touches(ranges: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    """Whether a sorted range has a character from `start` to `end`."""
+    index = bisect_left(ranges, start, key=lambda each: each[1] - 1)  # the first that ends after `start`
+    return index < len(ranges) and ranges[index][0] < end
 
 
 def _check_num_tokens(backend: tokenizers.Tokenizer, text: str, max_tokens: int) -> None:

@@ -39,7 +39,9 @@ TEMPLATES = {
 def test_text_equals_transformers(name: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     extra = {"enable_thinking": False}
-    ours = ChatTemplate(TEMPLATES[name], TOKENS).render(MESSAGES, tools=tools, extra=extra)
+    # A template without tools gets them in another form: test_tool_call_formats.py.
+    of_template = tools if "tools" in TEMPLATES[name] else None
+    ours = ChatTemplate(TEMPLATES[name], TOKENS).render(MESSAGES, tools=of_template, extra=extra)
     theirs, _ = render_jinja_template(
         [MESSAGES], tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=True, **TOKENS, **extra
     )
@@ -93,3 +95,28 @@ def test_the_templates_own_words_reach_the_caller() -> None:
 def test_a_template_that_does_not_parse_is_the_models_mistake() -> None:
     with pytest.raises(CheckpointError, match="does not parse"):
         ChatTemplate("{% for %}", {})
+
+
+CONTINUED = {
+    "exact": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}",
+    "trimmed": "{% for m in messages %}{{ '<|' + m['role'] + '|> ' + m['content'] | trim + ' </s>' }}{% endfor %}",
+    "split": "{% for m in messages %}{{ m.content.split('</think>')[-1].lstrip('\n') }}</s>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("content", ["The colours are", " two words ", "", "CONTINUE_FINAL_MESSAGE_TAG", "hi"])
+def test_a_continued_message_ends_the_prompt_as_in_transformers(name: str, content: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    ours = ChatTemplate(CONTINUED[name], TOKENS).render(messages, **options)
+    theirs, _ = render_jinja_template([messages], chat_template=CONTINUED[name], **TOKENS, **options)
+    assert ours == theirs[0]
+    assert ours.rstrip().endswith(content.strip())
+
+
+def test_a_message_that_the_template_leaves_out_is_not_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", TOKENS)
+    for last in ("ok", "Sei kurz & <klar>"):
+        with pytest.raises(InvalidRequest, match="cannot be continued"):
+            template.render([*MESSAGES, {"role": "assistant", "content": last}], continue_final_message=True)
