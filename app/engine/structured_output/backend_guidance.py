@@ -61,8 +61,9 @@ class Vocabulary:
         """Compiled grammars in memory."""
         return len(self._compiled)
 
-    def matcher(self, grammar: str, tenant_id: str) -> GrammarMatcher:
-        """A matcher at the beginning of an answer. Compiled grammars are kept for a tenant's next request.
+    def matcher(self, grammar: str, tenant_id: str, prefix: str = "") -> GrammarMatcher:
+        """A matcher at the beginning of an answer, or behind `prefix`. Compiled grammars are kept for a tenant's next
+        request.
 
         Raises InvalidRequest.
         """
@@ -76,12 +77,24 @@ class Vocabulary:
             if len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
-        return GrammarMatcher(found.deep_copy())  # a fresh copy: llguidance's limits count per matcher
+        matcher = GrammarMatcher(found.deep_copy())  # a fresh copy: llguidance's limits count per matcher
+        if prefix:
+            matcher.consume(self._tokenizer.greedy_tokenize(prefix))
+        return matcher
 
     def complaint(self, grammar: str) -> str:
         """Why this grammar cannot be used; empty if it can."""
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         return why(messages[0]) if is_error else ""
+
+    def complaint_about_prefix(self, grammar: str, prefix: str) -> str:
+        """Why no answer of a valid grammar begins with this text; empty if one does."""
+        matcher = GrammarMatcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
+        try:
+            matcher.consume(self._tokenizer.greedy_tokenize(prefix))
+        except InvalidRequest as error:
+            return str(error)
+        return ""
 
     def unknown_keywords(self, grammar: str) -> frozenset[str]:
         """The keywords, and the values of `format`, of a lenient JSON grammar that are not enforced."""

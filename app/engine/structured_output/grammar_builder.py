@@ -35,6 +35,7 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "coerce_one_of": False,
 }
+_FREE_SPACE: JsonCompileOptions = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True}
 _DIRECTIVES = frozenset({"ignore", "import", "regex", "llguidance"})
 #: The beginning of a line that defines a rule. No two repetitions take the same characters: matching is linear.
 _RULE = re.compile(r"\s*[?!]?\w[^:\"/]*:")
@@ -59,6 +60,16 @@ def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) 
     """The same as the right side of a Lark rule."""
     check_schema(schema, place)
     return "%json " + json.dumps(_as_object(schema) | {"x-guidance": _options(lenient=lenient)})
+
+
+def with_any_white_space(grammar: str) -> str:
+    """A grammar whose JSON may have white space wherever JSON allows it, for an answer that the client has begun."""
+    for lenient in (False, True):
+        for separators in ((",", ":"), (", ", ": ")):
+            options = _options(lenient=lenient)
+            fixed, free = (json.dumps(each, separators=separators) for each in (options, options | _FREE_SPACE))
+            grammar = grammar.replace(f'"x-guidance":{separators[1][1:]}{fixed}', f'"x-guidance":{free}')
+    return grammar
 
 
 def regex_grammar(pattern: str, place: str) -> str:

@@ -70,7 +70,8 @@ class GrammarCompiler:
     def _compile(self, sequence: Sequence) -> None:
         error: PolyloraError | None = None
         try:
-            matcher = self._vocabulary.result().matcher(sequence.request.sampling.grammar, sequence.tenant_id)
+            sampling = sequence.request.sampling
+            matcher = self._vocabulary.result().matcher(sampling.grammar, sequence.tenant_id, sampling.grammar_prefix)
             if sequence.finish_reason() is None:
                 matcher.consume(list(sequence.request.resume_token_ids))
             sequence.constraint = Constraint(matcher, num_seen=len(sequence.request.resume_token_ids))
