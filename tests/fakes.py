@@ -183,6 +183,7 @@ class FakeBackend:
             ),
             tuple(row for row, i in enumerate(batch.sample_rows) if marks[i] in self.overflowing),
             self._sums(batch, marks),
+            None if batch.sampling.targets is None else np.array([line.rank for line in drawn], np.int32),
         )
 
     def _sums(self, batch: ForwardBatch, marks: list[int]) -> NDArray[np.float64] | None:
@@ -262,11 +263,18 @@ def check_batch(batch: ForwardBatch, limits: BackendLimits) -> None:
         first, last = batch.query_starts[index], batch.query_starts[index + 1]
         expected = np.arange(batch.seq_lens[index] - (last - first), batch.seq_lens[index])
         assert (batch.positions[first:last] == expected).all()
+    targets = np.full(num_drawn, -1) if batch.sampling.targets is None else batch.sampling.targets
+    assert (np.diff(batch.sample_rows) != 0).all()
+    draws = targets < 0
     if not limits.num_draft_rows:
-        assert (np.diff(batch.sample_seqs) > 0).all()
-    assert num_drawn <= num_seqs + limits.num_draft_rows
-    for index in set(batch.sample_seqs.tolist()):
-        rows, end = batch.sample_rows[batch.sample_seqs == index], batch.query_starts[index + 1]
+        assert (np.diff(batch.sample_seqs[draws]) > 0).all()
+    assert draws.sum() <= num_seqs + limits.num_draft_rows
+    for index, row, target in zip(batch.sample_seqs, batch.sample_rows, targets, strict=True):
+        assert batch.query_starts[index] <= row < batch.query_starts[index + 1]
+        if target >= 0 and row + 1 < batch.query_starts[index + 1]:
+            assert batch.token_ids[row + 1] == target
+    for index in set(batch.sample_seqs[draws].tolist()):
+        rows, end = batch.sample_rows[draws & (batch.sample_seqs == index)], batch.query_starts[index + 1]
         assert rows.tolist() == list(range(end - len(rows), end)), "the last of its sequence"
     sampling = batch.sampling
     assert len(sampling.history) == num_drawn
@@ -320,6 +328,22 @@ def fake_tokens(request: GenerateRequest, adapter: LoraAdapter | None) -> list[T
     return out
 
 
+def fake_prompt_logprobs(request: GenerateRequest, adapter: LoraAdapter | None) -> list[TokenLogprobs]:
+    """What `FakeBackend` must say of the prompt's tokens but the first."""
+    rows, tokens, values, found = fake_rows(request, adapter), request.token_ids, list[int](), list[TokenLogprobs]()
+    single, none = np.ones(1, np.float32), np.zeros(1, np.int32)
+    for position in range(len(tokens) - 1):
+        values.append(token_value(values[-1] if values else 0, tokens[position], position, rows(position)))
+        sampling = SamplingBatch(
+            temperature=0 * single, top_p=single, top_k=none, min_p=0 * single, presence=0 * single,
+            frequency=0 * single, repetition=single, seeds=np.zeros(1, np.uint64), positions=np.zeros(1, np.int64),
+            num_logprobs=np.array([request.sampling.prompt_logprobs], np.int32), history=(none[:0],), prompt_lens=none,
+            targets=np.array([tokens[position + 1]], np.int32),
+        )  # fmt: skip
+        found.append(_draw(_mix(values), sampling, 0))
+    return found
+
+
 def _mix(values: list[int]) -> int:
     state = len(values)
     for value in values:
@@ -345,10 +369,13 @@ def _draw(state: int, sampling: SamplingBatch, row: int) -> TokenLogprobs:
     digest = hashlib.blake2b(repr((state, marks)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     token_id, wanted = number % VOCAB, int(sampling.num_logprobs[row])
+    is_given = sampling.targets is not None and sampling.targets[row] >= 0
+    if sampling.targets is not None and is_given:
+        token_id = int(sampling.targets[row])
     if sampling.masks is not None and sampling.masks.of_row[row] >= 0:
         words = sampling.masks.words()[sampling.masks.of_row[row]]
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         token_id = int(allowed[number % len(allowed)])
     logprob = float(np.float32(-(number % 1009) / 100)) if wanted >= 0 else 0.0
     top = tuple(((token_id + k) % VOCAB, float(np.float32(-k / 8 + logprob))) for k in range(max(wanted, 0)))
-    return TokenLogprobs(token_id, logprob, top)
+    return TokenLogprobs(token_id, logprob, top, 1 + number % VOCAB if is_given else 0)

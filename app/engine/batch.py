@@ -43,7 +43,9 @@ class SamplingBatch:
     uint64. positions: [P] int64, the position of the token to draw, prompt included: the counter of the random
     generator. num_logprobs: [P] int32, -1 for none, 0 for the chosen token only. history: for rows with a penalty the
     token ids so far [n] int32, else an empty array; prompt_lens: [P] int32, how many of them are prompt. biases: [P],
-    or () where no row has one; masks: None where no row has one. The order is penalties, biases, masks, temperature,
+    or () where no row has one; masks: None where no row has one. targets: [P], the prompt token that
+    follows a row, whose log-probability is computed instead of drawing one; -1 for rows that draw; None where all do.
+    The order is penalties, biases, masks, temperature,
     filters.
     """
 
@@ -61,6 +63,7 @@ class SamplingBatch:
     prompt_lens: NDArray[np.int32]
     biases: tuple[Bias | None, ...] = ()
     masks: TokenMasks | None = None
+    targets: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,8 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """token_ids: [P] int32. logprobs: [P] float32 of the chosen tokens (0 where not requested).
+    """token_ids: [P] int32; the target of a row that has one. logprobs: [P] float32 of these tokens (0 where not
+    requested). ranks: [P] int32 of targets, 1 for the most likely token, or None without targets.
 
     top_logprobs: per row (ids [k] int32, logprobs [k] float32) in descending order, or None. overflowed: rows whose
     logit of the chosen token is not finite, ascending; checked by backends whose logits are in the host's memory. sums:
@@ -117,3 +121,4 @@ class ForwardOutput:
     top_logprobs: tuple[tuple[NDArray[np.int32], NDArray[np.float32]] | None, ...]
     overflowed: tuple[int, ...] = ()
     sums: NDArray[np.float64] | None = None
+    ranks: NDArray[np.int32] | None = None

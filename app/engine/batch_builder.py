@@ -7,6 +7,7 @@ the same sequences sample in the same order (steady decoding).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ class BatchBuilder:
         sample_seqs: list[int] = []
         sampled: list[Sequence] = []  # per row
         drawing: list[Sequence] = []
+        scored: list[tuple[int, int, int, int]] = []  # row of the sampled ones, position, target and num_logprobs
         pooled: list[Sequence] = []
         pooled_ranges: list[tuple[int, int]] = []
         runs = _Runs()
@@ -67,19 +69,28 @@ class BatchBuilder:
                 first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
                 pooled.append(sequence)
                 pooled_ranges.append((num_tokens - end + first, num_tokens - end + last))
-            elif end - sequence.num_draft_tokens == sequence.num_tokens:
+                continue
+            for token in sequence.scored_tokens(start, end):
+                target, number = sequence.token_ids.item(token + 1), _num_prompt_logprobs(sequence)
+                scored.append((len(sample_rows), token + 1, target, number))
+                sample_rows.append(num_tokens - end + token)
+                sample_seqs.append(index)
+            if end - sequence.num_draft_tokens == sequence.num_tokens:
                 num_rows = 1 + sequence.num_draft_tokens
                 sample_rows += range(num_tokens - num_rows, num_tokens)
                 sample_seqs += [index] * num_rows
                 sampled += [sequence] * num_rows
                 drawing.append(sequence)
+        sampling = self._sampling(sampled, drawing)
+        if scored:
+            sampling = _with_scored(sampling, scored, len(sample_rows))
         query_starts = np.cumsum([0, *(count for _, count in items)], dtype=np.int32)  # [B+1]
         return ForwardBatch(
             token_ids=np.array(token_ids, np.int32), positions=np.array(positions, np.int32),
             kv_slots=np.array(kv_slots, np.int64), query_starts=query_starts, seq_lens=np.array(seq_lens, np.int32),
             block_tables=block_tables, run_starts=np.array([*runs.starts, num_tokens], np.int32),
             run_adapter_slots=np.array(runs.adapter_slots, np.int32), sample_rows=np.array(sample_rows, np.int32),
-            sample_seqs=np.array(sample_seqs, np.int32), sampling=self._sampling(sampled, drawing),
+            sample_seqs=np.array(sample_seqs, np.int32), sampling=sampling,
             pooling=_pooling(pooled, pooled_ranges),
         )  # fmt: skip
 
@@ -103,6 +114,42 @@ class BatchBuilder:
             biases=tuple(map(Sequence.bias_after, sampled, nums_known)) if constants.any_bias else (),
             masks=None if self._masks is None else self._masks(drawing),
         )  # fmt: skip
+
+
+def _num_prompt_logprobs(sequence: Sequence) -> int:
+    number = sequence.request.sampling.prompt_logprobs
+    assert number is not None, "only such prompts are scored"
+    return number
+
+
+def _with_scored(sampling: SamplingBatch, scored: list[tuple[int, int, int, int]], num_rows: int) -> SamplingBatch:
+    """`sampling` of rows that draw, and between them greedy rows with a target: (row, position, target, number of
+    log-probabilities)."""
+    rows, at, targets, nums_logprobs = (np.array(each, np.int64) for each in zip(*scored, strict=True))
+    draws = np.setdiff1d(np.arange(num_rows), rows)
+
+    def spread(values: NDArray[Any], default: float = 0) -> NDArray[Any]:
+        found = np.full(num_rows, default, values.dtype)
+        found[draws] = values
+        return found
+
+    num_logprobs, positions = spread(sampling.num_logprobs), spread(sampling.positions)
+    all_targets = np.full(num_rows, -1, np.int32)
+    num_logprobs[rows], positions[rows], all_targets[rows] = nums_logprobs, at, targets
+    place_of = {int(row): place for place, row in enumerate(draws)}
+    history = tuple(sampling.history[place_of[row]] if row in place_of else _NO_HISTORY for row in range(num_rows))
+    biases = sampling.biases
+    if biases:
+        biases = tuple(biases[place_of[row]] if row in place_of else None for row in range(num_rows))
+    masks = sampling.masks
+    return SamplingBatch(
+        temperature=spread(sampling.temperature), top_p=spread(sampling.top_p, 1), top_k=spread(sampling.top_k),
+        min_p=spread(sampling.min_p), presence=spread(sampling.presence), frequency=spread(sampling.frequency),
+        repetition=spread(sampling.repetition, 1), seeds=spread(sampling.seeds), positions=positions,
+        num_logprobs=num_logprobs, history=history, prompt_lens=spread(sampling.prompt_lens),
+        biases=biases,
+        masks=None if masks is None else TokenMasks(spread(masks.of_row, -1), masks.words), targets=all_targets,
+    )  # fmt: skip
 
 
 def _kv_slots(table: NDArray[np.int32], positions: NDArray[np.int64], block_size: int) -> list[int]:

@@ -77,6 +77,11 @@ def largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[ND
     return ids.astype(np.int32), (row[ids].astype(np.float64) - normaliser).astype(np.float32)
 
 
+def rank_of(row: NDArray[np.float32], token_id: int) -> int:
+    """1 for a row's most likely token; one more for each token that is more likely than this one."""
+    return 1 + int(np.count_nonzero(row > row[token_id]))
+
+
 def overflowed_rows(logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> tuple[int, ...]:
     """Rows of `logits` [P, V] whose chosen token has an infinite or NaN logit. token_ids: [P]. Reads P values."""
     is_finite = np.isfinite(logits[np.arange(len(token_ids)), token_ids])

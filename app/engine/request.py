@@ -26,7 +26,9 @@ class SamplingParams:
     well. Penalties follow OpenAI (presence, frequency: over generated tokens) and transformers (repetition: over prompt
     and generated tokens); 0, 0 and 1 switch them off. `logit_bias`: (token id, amount) pairs, added after the
     penalties. Tokens that end the answer are forbidden before `min_tokens` tokens are generated. `grammar` is the text
-    of a grammar that the answer follows (`app.engine.structured_output.grammar_builder`), "" for none.
+    of a grammar that the answer follows (`app.engine.structured_output.grammar_builder`), "" for none; its text begins
+    with `grammar_prefix`, which the prompt ends with, and the answer is the rest. `prompt_logprobs`:
+    like `num_logprobs`, for the prompt's own tokens; with a `max_tokens` of 0 they are all that is computed.
     """
 
     max_tokens: int = 16
@@ -44,6 +46,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     grammar: str = ""
+    grammar_prefix: str = ""
+    prompt_logprobs: int | None = None
 
 
 @message
@@ -101,11 +105,15 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, from the model's distribution before temperature."""
+    """Log-probabilities at one position, from the model's distribution before temperature.
+
+    `rank` of a prompt token: 1 for the most likely one; 0 for generated tokens.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,8 @@ class TokenChunk:
     `matched_stop` is the stop or end-of-sequence token that ended the request; it is the last of `token_ids`, and the
     text layer hides it. `error` is set only with finish_reason "error". `embedding` is the result of a request with
     `pooling`, as little-endian float32; its finish_reason is "stop". `request_usage` is set in the last chunk unless
-    the engine failed: then the engine that resumes the request counts all of it.
+    the engine failed: then the engine that resumes the request counts all of it. `prompt_logprobs` of the prompt's
+    tokens but the first are in the first chunk with tokens, or in the last one.
     """
 
     request_id: str
@@ -154,3 +163,4 @@ class TokenChunk:
     error: Exception | None = field(default=None, compare=False)
     embedding: bytes = b""
     request_usage: RequestUsage | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -89,7 +89,7 @@ class RequestValidator:
 
 def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
     """Raise InvalidRequest for a parameter outside its range."""
-    _integer("max_tokens", params.max_tokens, 1, None)
+    _integer("max_tokens", params.max_tokens, 0 if params.prompt_logprobs is not None else 1, None)
     _number("temperature", params.temperature, 0.0, 100.0)
     if 0 < params.temperature < MIN_TEMPERATURE:
         raise InvalidRequest(
@@ -109,6 +109,8 @@ def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
     _number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
     if params.num_logprobs is not None:
         _integer("num_logprobs", params.num_logprobs, 0, min(MAX_LOGPROBS, spec.vocab_size))
+    if params.prompt_logprobs is not None:
+        _integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, spec.vocab_size))
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
             f"stop_token_ids has {len(params.stop_token_ids)} entries but at most {MAX_STOP_TOKEN_IDS} are allowed",
@@ -166,7 +168,7 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_model_len: i
             f"but the context holds {max_model_len}; shorten the prompt or lower max_tokens",
             param="max_tokens" if num_prompt < max_model_len else "token_ids",
         )
-    if num_prompt + max_tokens - 1 > kv_capacity:
+    if num_prompt + max(max_tokens, 1) - 1 > kv_capacity:
         raise ContextOverflow(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together {num_prompt + max_tokens}, "
             f"but the KV memory holds {kv_capacity}; shorten the request or raise engine.num_kv_blocks",

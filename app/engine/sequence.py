@@ -19,7 +19,7 @@ from app.engine.batch import Bias
 from app.engine.constraint import Constraint
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.block_pool import activation_hash, block_hash, root_hash
-from app.engine.request import FinishReason, GenerateRequest, RequestUsage, Usage
+from app.engine.request import FinishReason, GenerateRequest, RequestUsage, TokenLogprobs, Usage
 
 #: Draft tokens of a sequence's first draft, and of any.
 FIRST_DRAFT_LENGTH, MAX_DRAFT_LENGTH = 3, 7
@@ -50,6 +50,8 @@ class Sequence:
     until `held_since_s`. `bias` is added to its logits, `stop_bias` instead until min_tokens. `constraint` is the
     grammar of a structured output, set before it is queued.
 
+    `prompt_logprobs` grow with the steps of its prompt if `wants_prompt_logprobs`: those of token 1 on.
+
     Activated LoRA: tokens before `adapter_start` are computed without the adapter, and blocks before `first_own_block`
     are the base's.
     """
@@ -59,9 +61,10 @@ class Sequence:
         "block_size", "block_table", "bypassed", "constraint", "draft_length", "end_ids", "extra_bytes",
         "first_own_block", "forced_draft_length", "has_memory", "held_since_s", "load_bytes", "max_tokens",
         "ngram_draft_length", "num_blocks", "num_cached", "num_computed", "num_draft_tokens", "num_given", "num_loads",
-        "num_needed", "num_prompt", "num_rows", "num_tokens", "order", "pooled_sums", "pooling", "prediction", "rank",
+        "num_needed", "num_prompt", "num_rows", "num_tokens", "order", "pooled_sums", "pooling", "prediction",
+        "prompt_logprobs", "rank",
         "request", "request_id", "root", "row_seconds", "status", "stop_bias", "stop_ids", "tenant_id", "token_ids",
-        "wants_history", "wants_logprobs",
+        "wants_history", "wants_logprobs", "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, adapter: LoraAdapter | None, spec: ModelSpec, block_size: int) -> None:
@@ -120,6 +123,9 @@ class Sequence:
             self.stop_bias = _bias(dict(sampling.logit_bias) | dict.fromkeys(self.stop_ids, -math.inf))
         self.constraint: Constraint | None = None
         self.wants_logprobs = sampling.num_logprobs is not None
+        # A resumed request has sent them with its first token.
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and not request.resume_token_ids
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.wants_history = (
             sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
         )
@@ -153,6 +159,18 @@ class Sequence:
     def may_skip_tokens(self) -> bool:
         """Whether it can start from cached K and V: mean pooling needs every token's own state."""
         return self.has_memory and (self.pooling is None or self.pooling.method == "last")
+
+    def scored_tokens(self, start: int, end: int) -> range:
+        """The tokens from `start` to `end` whose logits give a log-probability of the prompt that is still needed."""
+        if not self.wants_prompt_logprobs:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt - 1))
+
+    @property
+    def num_skippable(self) -> int:
+        """Tokens from the first on whose logits are not needed: those that may be found in the cache."""
+        needed = self.scored_tokens(0, self.num_prompt)
+        return needed.start if needed else self.num_tokens - 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks for so many tokens; 0 for an encoder, which computes all tokens in one step."""

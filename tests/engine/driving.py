@@ -9,7 +9,7 @@ from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
-from tests.fakes import EOS, FakeBackend, fake_adapter, fake_tokens
+from tests.fakes import EOS, FakeBackend, fake_adapter, fake_prompt_logprobs, fake_tokens
 
 Submitted = tuple[GenerateRequest, LoraAdapter | None]
 
@@ -65,10 +65,14 @@ def assert_as_alone(submitted: Submitted, chunks: list[TokenChunk]) -> None:
     assert tokens_of(chunks) == [line.token_id for line in expected]
     if request.sampling.num_logprobs is not None:
         assert [line for chunk in chunks for line in chunk.logprobs] == expected
+    if request.sampling.prompt_logprobs is not None and not request.resume_token_ids:
+        first, *others = chunks
+        assert list(first.prompt_logprobs) == fake_prompt_logprobs(request, adapter)
+        assert not any(chunk.prompt_logprobs for chunk in others)
     last = chunks[-1]
     everything = [*request.resume_token_ids, *tokens_of(chunks)]
     stops = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else (EOS,))}
-    if everything[-1] in stops:
+    if everything and everything[-1] in stops:
         assert (last.finish_reason, last.matched_stop) == ("stop", everything[-1])
     else:
         assert (last.finish_reason, last.matched_stop) == ("length", None)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from app.engine.backend import Backend
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.request import SamplingParams, TokenLogprobs
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.checkpoints import save, tiny_model
+from tests.engine.driving import run
+from tests.fakes import fake_request
 from tests.seeds import rng
 
 NUM_BLOCKS = 64
@@ -59,3 +64,35 @@ def check_family(
         backend.forward(forward_batch([Piece(prompts[2][at:end], at, fresh)], block_size))
         assert np.abs(backend.logits(1)[0] - expected[2][end - 1]).max() <= TOLERANCE
         at = end
+
+
+def check_prompt_logprobs(
+    family: str, folder: Path, make_backend: Callable[[Checkpoint], Backend], max_num_batched_tokens: int = 24
+) -> None:
+    """Log-probabilities of prompts, computed in chunks beside each other, twice, against transformers."""
+    model = tiny_model(family)
+    backend = make_backend(load_checkpoint(save(model, folder / "model")))
+    engine = Engine(backend, EngineConfig(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=8))
+    generator = rng()
+    prompts = [generator.integers(3, 99, n) for n in (2, 37, 70)]
+    sampling = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=3)
+    for attempt in range(2):  # the second time the prompts are in the cache
+        for index, prompt in enumerate(prompts):
+            engine.submit(fake_request(f"{attempt} {index}", prompt.tolist(), sampling=sampling))
+        for chunks in run(engine).values():
+            (chunk,) = chunks
+            assert (chunk.token_ids, chunk.finish_reason) == ((), "length")
+            assert_logprobs(model, prompts[int(chunk.request_id[-1])], chunk.prompt_logprobs)
+
+
+def assert_logprobs(model: Any, prompt: NDArray[np.int64], found: Sequence[TokenLogprobs]) -> None:
+    """`found` is what transformers' logits give for the tokens of the prompt but the first."""
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor(prompt[None])).logits[0].double(), -1).numpy()
+    assert [item.token_id for item in found] == prompt[1:].tolist()
+    for row, item in zip(expected, found, strict=False):
+        assert abs(item.logprob - row[item.token_id]) <= TOLERANCE
+        near = np.abs(row - row[item.token_id]) <= 2 * TOLERANCE
+        assert abs(item.rank - 1 - (row > row[item.token_id]).sum()) < max(near.sum(), 1)
+        assert len(item.top) == 3
+        assert np.abs(np.sort(row)[::-1][:3] - [logprob for _, logprob in item.top]).max() <= TOLERANCE

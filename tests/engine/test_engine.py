@@ -47,8 +47,10 @@ from tests.fakes import EOS, VOCAB, FakeBackend, fake_adapter, fake_request, fak
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    prompt_logprobs = draw(st.sampled_from([None, None, 0, 2]))
     return SamplingParams(
-        max_tokens=draw(st.integers(1, 24)),
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=draw(st.integers(1 if prompt_logprobs is None else 0, 24)),
         temperature=draw(st.sampled_from([0.0, 0.7])),
         top_p=draw(st.sampled_from([1.0, 0.9])),
         top_k=draw(st.sampled_from([0, 5])),

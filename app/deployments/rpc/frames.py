@@ -43,7 +43,7 @@ def pack_frame(chunks: Iterable[TokenChunk]) -> bytes:
     """
     items = [
         (chunk.request_id, chunk.token_ids)
-        if chunk.finish_reason is None and chunk.usage is None and not chunk.logprobs
+        if chunk.finish_reason is None and chunk.usage is None and not chunk.logprobs and not chunk.prompt_logprobs
         else _fields_of(chunk)
         for chunk in chunks
     ]
@@ -63,14 +63,19 @@ def _fields_of(chunk: TokenChunk) -> tuple[Any, ...]:
     return (
         chunk.request_id,
         chunk.token_ids,
-        [(each.token_id, each.logprob, each.top) for each in chunk.logprobs],
+        _logprobs_of(chunk.logprobs),
         chunk.finish_reason,
         chunk.matched_stop,
         usage and (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         chunk.error and _error_json(chunk.error),
         chunk.embedding,
         chunk.request_usage,
+        _logprobs_of(chunk.prompt_logprobs),
     )
+
+
+def _logprobs_of(logprobs: Iterable[TokenLogprobs]) -> list[tuple[Any, ...]]:
+    return [(each.token_id, each.logprob, each.top, each.rank) for each in logprobs]
 
 
 def _chunk_of(
@@ -83,6 +88,7 @@ def _chunk_of(
     error: str | None,
     embedding: bytes,
     request_usage: tuple[int, ...] | None,
+    prompt_logprobs: Iterable[tuple[Any, ...]],
 ) -> TokenChunk:
     """The opposite of `_fields_of`."""
     return TokenChunk(
@@ -95,6 +101,7 @@ def _chunk_of(
         None if error is None else _error_of(error),
         embedding,
         None if request_usage is None else RequestUsage(*request_usage),
+        tuple([TokenLogprobs(*each) for each in prompt_logprobs]),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, PoolingBatch, SamplingBatch
-from app.engine.logits import adjust, is_changed, largest, overflowed_rows
+from app.engine.logits import adjust, is_changed, largest, overflowed_rows, rank_of
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.pooling.cpu import add_rows
 from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
@@ -36,6 +36,9 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
             sample_rows, 1, logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
             sampling.seeds, sampling.positions, wants_logprob, of_row, words, tokens, normalisers,
         )  # fmt: skip
+    targets, ranks = sampling.targets, None
+    if targets is not None:
+        tokens, ranks = np.where(targets >= 0, targets, tokens), np.zeros(num_rows, np.int32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     for p in np.flatnonzero(wants_logprob).tolist():
         row, normaliser = logits[p], float(normalisers[p])
@@ -43,10 +46,12 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
             row = originals[p]
             normaliser = float(log_sum_exp(row, row_maximum(row)[0]))
         logprobs[p] = np.float64(row[tokens[p]]) - normaliser
+        if ranks is not None and targets is not None and targets[p] >= 0:
+            ranks[p] = rank_of(row, int(tokens[p]))
         count = int(sampling.num_logprobs[p])
         if count:
             top[p] = largest(row, count, normaliser)
-    return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens))
+    return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens), ranks=ranks)
 
 
 def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:

@@ -39,12 +39,22 @@ def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> For
     if len(drawn):
         rows = _upload(drawn, logits.device)
         tokens[rows] = _draw(scores[rows], sampling, drawn, exp)
+    targets, ranks = sampling.targets, None
+    if targets is not None:
+        tokens = torch.where(
+            _upload(targets >= 0, logits.device), _upload(targets.astype(np.int64), logits.device), tokens
+        )
+        ranks = np.zeros(num_rows, np.int32)
     logprob_rows = np.flatnonzero(sampling.num_logprobs >= 0)
     if len(logprob_rows):
         rows = _upload(logprob_rows, logits.device)
         own = logits[rows]
         normalisers = _log_sum_exp(own, exp)  # [W] float64
-        chosen = own.gather(1, tokens[rows, None])[:, 0].cpu().numpy()
+        values_of = own.gather(1, tokens[rows, None])
+        chosen = values_of[:, 0].cpu().numpy()
+        if ranks is not None and targets is not None:
+            found = 1 + (own > values_of).sum(-1).cpu().numpy()
+            ranks[logprob_rows] = np.where(targets[logprob_rows] >= 0, found, 0)
         logprobs[logprob_rows] = (chosen - normalisers).astype(np.float32)
         most = min(int(sampling.num_logprobs.max()), logits.shape[1])
         if most:
@@ -55,7 +65,7 @@ def sample(logits: Tensor, sampling: SamplingBatch, exp: Exp = torch.exp) -> For
                 count = int(sampling.num_logprobs[p])
                 if count:
                     top[p] = host_ids[at, :count], values[at, :count]
-    return ForwardOutput(tokens.cpu().numpy().astype(np.int32), logprobs, tuple(top))
+    return ForwardOutput(tokens.cpu().numpy().astype(np.int32), logprobs, tuple(top), ranks=ranks)
 
 
 def _apply_penalties(logits: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -226,10 +226,11 @@ class Admission:
         self._is_open = True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks it can start from. The last known token is always computed: its output is needed."""
+        """Cached blocks it can start from. Tokens whose output is needed, such as the last, are
+        always computed."""
         if not sequence.may_skip_tokens:
             return []
-        num_full = (sequence.num_tokens - 1) // self._blocks.block_size
+        num_full = sequence.num_skippable // self._blocks.block_size
         return self._blocks.find(sequence.extend_hashes(num_full)[:num_full], sequence.block_bytes)
 
     def _blocks_suffice(self, sequence: Sequence, found: list[int], num_running: int) -> bool:

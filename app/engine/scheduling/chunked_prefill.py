@@ -94,6 +94,23 @@ def limit_prefill(prefills: list[Sequence], counts: list[int], token_limit_of: d
             token_limit_of[sequence.tenant_id] = room - counts[index]
 
 
+def limit_scored(items: list[tuple[Sequence, int]], max_rows: int) -> None:
+    """Cut the counts of prompts with log-probabilities, so that a step has at most `max_rows` rows of logits.
+
+    A row is one of them for each such token, and one for each sequence that draws a token. `items` is written in place.
+    """
+    room = max_rows - len(items)
+    for index, (sequence, count) in enumerate(items):
+        start = sequence.num_computed
+        scored = sequence.scored_tokens(start, start + count)
+        if not scored:
+            continue
+        num_rows = len(scored) + (start + count == sequence.num_tokens)
+        if num_rows > 1 + room:
+            items[index], num_rows = (sequence, scored.start + 1 + room - start), 1 + room
+        room -= num_rows - 1
+
+
 def fill_prefill(prefills: list[Sequence], counts: list[int], budget: int, wide_tenants: Container[str] = ()) -> None:
     """Give the rest of the budget to the oldest prompts, but not to `wide_tenants`; `counts` is written in place."""
     for index, sequence in enumerate(prefills):

@@ -10,6 +10,7 @@ the pools'.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,13 @@ from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool, num_prefix_blocks
 from app.engine.request import PoolingParams, TokenChunk, TokenLogprobs
 from app.engine.scheduling.admission import Admission
-from app.engine.scheduling.chunked_prefill import PrefillBudget, fill_prefill, limit_prefill, split_prefill
+from app.engine.scheduling.chunked_prefill import (
+    PrefillBudget,
+    fill_prefill,
+    limit_prefill,
+    limit_scored,
+    split_prefill,
+)
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
 from app.engine.scheduling.live_sequences import LiveSequences
 from app.engine.scheduling.schedule import AdapterWrite, Refusal, Schedule
@@ -134,6 +141,7 @@ class Scheduler:
                 self.live.run(admitted)
         fill_prefill(prefills, counts, budget, token_limit_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
+        limit_scored(items, self._max_sequences)
         # A tenant's only stream in turn may have been preempted: the others of the tenant go on in the next step.
         assert items or refusals or preempted or not queue or self._adapters.num_referenced, (
             "with nothing running, and no adapter being loaded, the first in the queue always fits"
@@ -167,8 +175,11 @@ class Scheduler:
             self._meter.num_tokens_computed += count
             if sequence.pooling is None:
                 num_rows = 1 + sequence.num_draft_tokens
+                num_scored = len(sequence.scored_tokens(sequence.num_computed, sequence.num_computed + count))
                 is_complete = sequence.num_computed + count == sequence.num_tokens + sequence.num_draft_tokens
-                chunk = self._commit_text(sequence, count, output, row if is_complete else None)
+                scored = range(row, row + num_scored)
+                row += num_scored
+                chunk = self._commit_text(sequence, count, output, scored, row if is_complete else None)
                 row += num_rows * is_complete
             else:
                 chunk = self._commit_pooled(sequence, count, output, num_pooled)
@@ -189,26 +200,39 @@ class Scheduler:
         self.live.check(len(self.queue))
 
     def _commit_text(
-        self, sequence: Sequence, count: int, output: ForwardOutput, first_row: int | None
+        self, sequence: Sequence, count: int, output: ForwardOutput, scored: range, first_row: int | None
     ) -> TokenChunk | None:
-        """`first_row`: the sequence's first row in the output; None until its prompt is complete."""
+        """scored: the output's rows of the sequence's prompt. first_row: its first row with a new token; None until its
+        prompt is complete."""
         before = sequence.num_computed
         after = sequence.num_computed = before + count - sequence.num_draft_tokens
         failure = sequence.constraint.error if sequence.constraint is not None else None
-        if failure is not None or first_row in output.overflowed:
+        if failure is not None or first_row in output.overflowed or any(row in output.overflowed for row in scored):
             return self.live.end(sequence.request_id, "error", failure or _overflow_error(sequence))
-        token_ids = () if first_row is None else self._accept_tokens(sequence, output, first_row)
+        sequence.prompt_logprobs += _prompt_logprobs_of(output, scored)
+        has_token = first_row is not None and sequence.max_tokens > 0
+        token_ids = self._accept_tokens(sequence, output, first_row) if has_token and first_row is not None else ()
         sequence.num_computed = max(after, before + len(token_ids))
         self._publish(sequence, before)
         if first_row is None:
             return None
+        if not has_token:
+            return self._with_prompt_logprobs(sequence, self.live.finish(sequence, "length"))
         logprobs = _logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
         if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
             reason = sequence.finish_reason()
             assert reason is not None
-            return self.live.finish(sequence, reason, token_ids, logprobs)
+            return self._with_prompt_logprobs(sequence, self.live.finish(sequence, reason, token_ids, logprobs))
         is_first = sequence.num_tokens == sequence.num_given + len(token_ids)
-        return TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+        chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+        return self._with_prompt_logprobs(sequence, chunk)
+
+    def _with_prompt_logprobs(self, sequence: Sequence, chunk: TokenChunk) -> TokenChunk:
+        """The chunk with the log-probabilities of the prompt, if they have not been sent."""
+        if not sequence.wants_prompt_logprobs:
+            return chunk
+        sequence.wants_prompt_logprobs = False
+        return replace(chunk, prompt_logprobs=tuple(sequence.prompt_logprobs))
 
     def _commit_pooled(self, sequence: Sequence, count: int, output: ForwardOutput, index: int) -> TokenChunk | None:
         """`index`: the sequence's place among the pooled ones of the step."""
@@ -303,12 +327,27 @@ def _overflow_error(sequence: Sequence) -> Exception:
 
 
 def _logprobs_of(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
-    lines = []
-    for row, token_id in enumerate(token_ids, first_row):
-        top = output.top_logprobs[row]
-        pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
-        lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
-    return tuple(lines)
+    return tuple(
+        TokenLogprobs(token_id, float(output.logprobs[row]), _top_of(output, row))
+        for row, token_id in enumerate(token_ids, first_row)
+    )
+
+
+def _prompt_logprobs_of(output: ForwardOutput, rows: range) -> list[TokenLogprobs]:
+    if not rows:
+        return []
+    assert output.ranks is not None, "the backend has seen the targets"
+    return [
+        TokenLogprobs(
+            int(output.token_ids[row]), float(output.logprobs[row]), _top_of(output, row), int(output.ranks[row])
+        )
+        for row in rows
+    ]
+
+
+def _top_of(output: ForwardOutput, row: int) -> tuple[tuple[int, float], ...]:
+    top = output.top_logprobs[row]
+    return () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
 
 
 def embedding(sums: NDArray[np.float64], num_tokens: int, params: PoolingParams) -> bytes | None:

@@ -139,7 +139,8 @@ class JaxBackend:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
         num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_lens)
-        bucket, program = self.programs.find(num_tokens, num_sequences, decode=num_tokens == num_sequences)
+        num_rows = max(num_sequences, len(batch.sample_rows))  # prompts with log-probabilities have several each
+        bucket, program = self.programs.find(num_tokens, num_rows, decode=num_tokens == num_sequences)
         flat = pack(batch, bucket, self._num_kv_slots, self._adapters.of_step(batch))
         self._kv, self._last = program(self._weights, self._tables, self._adapters.places(), self._kv, flat)
         return sample(self._last, batch.sampling)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
-from app.engine.logits import adjust, allowed_tokens, is_changed, largest
+from app.engine.logits import adjust, allowed_tokens, is_changed, largest, rank_of
 from app.engine.xla.arrays import StepResult
 from app.kernels.sampling.reference import draw, log_sum_exp
 
@@ -27,6 +27,8 @@ def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
     changed = np.array([is_changed(sampling, p) for p in range(num_rows)], bool)
     drawn = [p for p in np.flatnonzero((sampling.temperature > 0) | changed).tolist() if p not in lost]
     logprob_rows = [p for p in np.flatnonzero(sampling.num_logprobs >= 0).tolist() if p not in lost]
+    targets = sampling.targets
+    ranks = None if targets is None else np.zeros(num_rows, np.int32)
     if drawn or logprob_rows:
         logits = np.asarray(result.logits)
         for p in drawn:
@@ -40,9 +42,13 @@ def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
                 row, float(sampling.temperature[p]), int(sampling.top_k[p]), float(sampling.top_p[p]),
                 float(sampling.min_p[p]), int(sampling.seeds[p]), int(sampling.positions[p]),
             )  # fmt: skip
+        if targets is not None:
+            tokens = np.where(targets >= 0, targets, tokens)
         for p in logprob_rows:
             normaliser = log_sum_exp(logits[p])
             logprobs[p] = np.float64(logits[p, tokens[p]]) - normaliser
+            if ranks is not None and targets is not None and targets[p] >= 0:
+                ranks[p] = rank_of(logits[p], int(tokens[p]))
             if sampling.num_logprobs[p] > 0:
                 top[p] = largest(logits[p], int(sampling.num_logprobs[p]), normaliser)
-    return ForwardOutput(tokens, logprobs, tuple(top), lost)
+    return ForwardOutput(tokens, logprobs, tuple(top), lost, ranks=ranks)

@@ -53,7 +53,7 @@ def test_every_field_of_a_chunk_travels() -> None:
     """A field that is added to one of these classes needs a place in a frame."""
     every = TokenChunk(
         "a/1", (5,), (TokenLogprobs(5, -1.0, ((5, -1.0), (6, -2.0))),), "error", 5, Usage(1, 2, 3), NotReady("away"),
-        b"vector", RequestUsage(1, 2, 3, 4, 5, 6, 7),
+        b"vector", RequestUsage(1, 2, 3, 4, 5, 6, 7), (TokenLogprobs(5, -1.0, ((5, -1.0),), 3),),
     )  # fmt: skip
     assert all(getattr(every, name) for name in TokenChunk.__match_args__)
     (again,) = unpack_frame(pack_frame([every]))

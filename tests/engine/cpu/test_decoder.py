@@ -12,7 +12,7 @@ from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from tests.engine.checkpoints import FAMILIES, GEMMA, MIXTURES, save, tiny_model
-from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.engine.logits_check import NUM_BLOCKS, check_family, check_prompt_logprobs
 from tests.kernels.machine.test_prefault import num_absent_pages
 
 CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=64, max_num_batched_tokens=256, max_num_seqs=8)
@@ -40,3 +40,11 @@ def test_kv_memory_is_there_before_tokens_come_to_it(tmp_path: Path) -> None:
         assert memory.nbytes > 1 << 25, "so large that it cannot be what a former array has left"
         assert num_absent_pages(memory) == 0
     backend.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmoe"])
+def test_log_probabilities_of_prompts_equal_transformers(family: str, tmp_path: Path) -> None:
+    def make_backend(checkpoint: Checkpoint) -> CpuBackend:
+        return CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
+
+    check_prompt_logprobs(family, tmp_path, make_backend)

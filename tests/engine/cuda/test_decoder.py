@@ -17,7 +17,7 @@ from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
 from tests.engine.checkpoints import FAMILIES, MIXTURES
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend, gpu_backend_of_checkpoint, gpu_config
-from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.engine.logits_check import NUM_BLOCKS, check_family, check_prompt_logprobs
 from tests.seeds import rng
 
 LENGTHS = (1, 37, 70)
@@ -100,3 +100,11 @@ def test_bfloat16_is_near_float32() -> None:
         backend.close()
     error = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
     assert 0 < error < 3e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_log_probabilities_of_prompts_equal_transformers(family: str, tmp_path: Path) -> None:
+    def make_backend(checkpoint: Checkpoint) -> CudaBackend:
+        return gpu_backend_of_checkpoint(checkpoint, gpu_config(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=64))
+
+    check_prompt_logprobs(family, tmp_path, make_backend)

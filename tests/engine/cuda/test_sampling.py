@@ -119,7 +119,7 @@ def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits, batch = _logits(generator, 40), _batch(generator, 40)
     together = sample(torch.from_numpy(logits).to(DEVICE), batch)
     for p in range(40):
-        names = [field.name for field in dataclasses.fields(SamplingBatch) if field.name != "masks"]
+        names = [field.name for field in dataclasses.fields(SamplingBatch) if field.name not in ("masks", "targets")]
         parts = {name: getattr(batch, name)[p : p + 1] for name in names}
         assert batch.masks is not None
         if (of_row := batch.masks.of_row[p : p + 1])[0] >= 0:
@@ -154,3 +154,22 @@ def test_no_rows_draw_nothing() -> None:
     output = sample(torch.zeros(0, 10, device=DEVICE), greedy(0))
     assert output.token_ids.shape == (0,)
     assert output.top_logprobs == ()
+
+
+def test_rows_with_a_target_report_its_log_probability_and_rank() -> None:
+    generator = rng()
+    logits, batch = _logits(generator, 40), _batch(generator, 40)
+    targets = generator.integers(-1, logits.shape[1], 40).astype(np.int32)
+    batch = dataclasses.replace(batch, targets=targets, num_logprobs=np.zeros(40, np.int32))
+    without = sample(torch.from_numpy(logits).to(DEVICE), dataclasses.replace(batch, targets=None))
+    output = sample(torch.from_numpy(logits).to(DEVICE), batch)
+    assert output.ranks is not None
+    for p, target in enumerate(targets.tolist()):
+        if target < 0:
+            assert (output.token_ids[p], output.ranks[p]) == (without.token_ids[p], 0)
+            continue
+        assert output.token_ids[p] == target
+        assert output.ranks[p] == 1 + (logits[p] > logits[p, target]).sum()
+        assert abs(output.logprobs[p] - (logits[p, target] - log_sum_exp(logits[p]))) < 2e-6 * max(
+            1, abs(logits[p]).max()
+        )

@@ -22,7 +22,7 @@ from app.engine.xla.step import PREFILL_TILE, Bucket
 from app.engine.xla.weights import read_weights
 from tests.engine.adapters.random_adapters import tiny_spec
 from tests.engine.checkpoints import FAMILIES, MIXTURES, save, tiny_model
-from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.engine.logits_check import NUM_BLOCKS, check_family, check_prompt_logprobs
 from tests.engine.xla.tiny_backends import random_tensors
 
 CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=8, max_num_batched_tokens=64, max_num_seqs=8)
@@ -83,3 +83,13 @@ def test_what_one_shard_computes_follows_from_the_table_of_products() -> None:
     assert [sizes.total_width(module) for module in sizes.modules] == [64, 24, 80, 24]
     assert [module.d_in for module in sizes.modules] == [24, 16, 24, 20]
     assert (sizes.kv_heads, sizes.vocab_per_shard, sizes.num_layers) == (1, 32, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_log_probabilities_of_prompts_equal_transformers(family: str, tmp_path: Path) -> None:
+    config = CONFIG.on(XlaConfig(skip_precompile=True))
+
+    def make_backend(checkpoint: Checkpoint) -> JaxBackend:
+        return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+
+    check_prompt_logprobs(family, tmp_path, make_backend)
