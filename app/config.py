@@ -73,6 +73,7 @@ class ModelConfig(_Settings):
         default=DEFAULT_MODEL_URI,
         description="The base model: a folder, a GGUF file, hf://org/name@revision or pypi://...",
     )
+    name: Name = Field(default="smollm2-135m-instruct", description="The base model's name in requests.")
     split_special_tokens: bool = Field(
         default=True,
         description="Whether special tokens in messages and tools are plain text; only the chat template writes them.",

@@ -39,7 +39,7 @@ class InvalidJson(errors.InvalidRequest):
 
 
 class UnknownEncoding(errors.InvalidRequest):
-    """The request body is compressed, which is not supported."""
+    """The request body has a content encoding that is not supported."""
 
 
 class UnknownContentType(errors.InvalidRequest):

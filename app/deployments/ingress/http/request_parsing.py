@@ -22,13 +22,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from app.deployments.ingress.error_responses import (
-    BodyTooLarge,
-    ClientGone,
-    InvalidJson,
-    UnknownContentType,
-    UnknownEncoding,
-)
+from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownContentType
 from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
 from app.deployments.ingress.json_parser import parse_json
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
@@ -132,10 +126,9 @@ def _takes_request_only(dependant: Dependant) -> bool:
 
 
 async def body_parts(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> AsyncGenerator[bytes]:
-    """The body as it arrives. Raises UnknownEncoding, BodyTooLarge as soon as the limit is exceeded, or ClientGone."""
-    encoding, num_bytes = request.headers.get("content-encoding", "identity"), 0
-    if encoding.lower() not in ("", "identity"):
-        raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without")
+    """The body as it arrives, decoded. Raises UnknownEncoding, InvalidRequest for one that cannot be decoded,
+    BodyTooLarge as soon as the limit is exceeded, or ClientGone."""
+    num_bytes = 0
     try:
         async for part in request.stream():
             num_bytes += len(part)

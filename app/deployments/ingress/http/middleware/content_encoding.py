@@ -1,0 +1,150 @@
+"""Compressed request bodies: gzip, deflate and zstd, decoded while they arrive.
+
+What stands behind counts, limits and reads decoded bytes, in parts of at most `PART_BYTES`, so that a small body that
+decodes to a huge one costs no more than the limit of its route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, Iterator
+from typing import Protocol
+
+import zstandard
+from starlette.types import Message, Receive, Scope
+
+from app.deployments.ingress.error_responses import UnknownEncoding
+from app.engine.errors import InvalidRequest
+
+#: The most bytes of a decoded part; of zstd this is a measure, because a block is decoded as a whole.
+PART_BYTES = 256 << 10
+#: The longest window of a zstd body, as RFC 9659 demands it of content encodings.
+_WINDOW_BYTES = 8 << 20
+#: Compressed bytes of zstd that are decoded at once: four bytes can be a block of 128 KiB.
+_ZSTD_STEP_BYTES = 32
+
+
+class _Decoder(Protocol):
+    def parts(self, content: bytes) -> Iterator[bytes]:
+        """Decoded parts of the next bytes. Raises ValueError."""
+        ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+
+class _Zlib:
+    """gzip of any number of members, and deflate with zlib's header or without."""
+
+    def __init__(self, encoding: str) -> None:
+        self._is_gzip = encoding != "deflate"
+        self._decoder: zlib._Decompress | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._decoder is not None and self._decoder.eof
+
+    def parts(self, content: bytes) -> Iterator[bytes]:
+        is_full = False  # the decoder may hold more
+        while content or is_full:
+            if self._decoder is None or (self._is_gzip and self._decoder.eof):
+                self._decoder = zlib.decompressobj(16 + zlib.MAX_WBITS if self._is_gzip else _window_bits(content))
+            elif self._decoder.eof:
+                raise ValueError("there are bytes behind its end")
+            try:
+                part = self._decoder.decompress(content, PART_BYTES)
+            except zlib.error as error:
+                raise ValueError(str(error)) from None
+            yield part
+            is_full = len(part) == PART_BYTES and not self._decoder.eof
+            content = self._decoder.unused_data if self._decoder.eof else self._decoder.unconsumed_tail
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        self._decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+        self._has_begun = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_begun and self._decoder.eof
+
+    def parts(self, content: bytes) -> Iterator[bytes]:
+        pending, size = list[bytes](), 0
+        while content:
+            if self._decoder.eof:  # another frame
+                self._decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+            self._has_begun = True
+            try:
+                pending.append(self._decoder.decompress(content[:_ZSTD_STEP_BYTES]))
+            except zstandard.ZstdError as error:
+                raise ValueError(str(error)) from None
+            size += len(pending[-1])
+            content = self._decoder.unused_data + content[_ZSTD_STEP_BYTES:]
+            if size >= PART_BYTES:
+                yield b"".join(pending)
+                pending, size = [], 0
+        yield b"".join(pending)
+
+
+def decoded(scope: Scope, receive: Receive) -> Receive:
+    """`receive` for a request whose body may be compressed. It raises InvalidRequest for a body that is not what its
+    header says, and UnknownEncoding for an encoding that is not supported."""
+    if scope["type"] != "http":
+        return receive
+    given = b",".join(value for name, value in scope["headers"] if name == b"content-encoding").decode("latin-1")
+    encoding = given.strip().lower()
+    if encoding in ("", "identity"):
+        return receive
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        return _DecodedBody(receive, _Zlib(encoding), encoding).receive
+    if encoding == "zstd":
+        return _DecodedBody(receive, _Zstd(), encoding).receive
+
+    async def refuse() -> Message:
+        raise UnknownEncoding(f"the body's Content-Encoding is {given[:40]!r}; gzip, deflate and zstd are supported")
+
+    return refuse
+
+
+class _DecodedBody:
+    def __init__(self, receive: Receive, decoder: _Decoder, encoding: str) -> None:
+        self._receive, self._decoder, self._encoding = receive, decoder, encoding
+        self._messages: AsyncGenerator[Message] | None = None
+
+    async def receive(self) -> Message:
+        """The next message."""
+        if self._messages is None:
+            self._messages = self._decode()
+        async for message in self._messages:
+            return message
+        return await self._receive()
+
+    async def _decode(self) -> AsyncGenerator[Message]:
+        """The messages up to the end of the body."""
+        has_bytes = has_more = False
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                yield message
+                return
+            content, has_more = message.get("body", b""), message.get("more_body", False)
+            has_bytes = has_bytes or bool(content)
+            try:
+                for part in self._decoder.parts(content):
+                    yield {"type": "http.request", "body": part, "more_body": True}
+                    await asyncio.sleep(0)  # other requests' turn
+                if not has_more:
+                    if has_bytes and not self._decoder.is_complete:
+                        raise ValueError("its end is missing")
+                    yield {"type": "http.request", "body": b"", "more_body": False}
+                    return
+            except ValueError as error:
+                raise InvalidRequest(f"the body is not {self._encoding}: {error}") from None
+
+
+def _window_bits(content: bytes) -> int:
+    """zlib's parameter for a deflate body that begins with `content`."""
+    has_header = content[0] & 0x0F == 8 and (len(content) < 2 or (content[0] << 8 | content[1]) % 31 == 0)
+    return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
