@@ -53,6 +53,8 @@ class Letters:
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
         extra: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,  # noqa: ARG002
+        continue_final_message: bool = False,  # noqa: ARG002
         tenant_id: str = "",  # noqa: ARG002
     ) -> list[int]:
         written = json.dumps(extra) if extra else ""
@@ -67,11 +69,14 @@ class Letters:
     def enforceable(self, schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:  # noqa: ARG002
         return schema, ()
 
+    def specials_in(self, texts: Sequence[str]) -> Mapping[int, str]:  # noqa: ARG002
+        return {}
+
     def check_grammar(self, wanted: RequestedGrammar) -> None:
         """These letters write no JSON; `WritingModel` does."""
         raise NotImplementedError(wanted.place)
 
-    def decoder(self, shown: frozenset[int] = frozenset()) -> Letters:  # noqa: ARG002
+    def decoder(self, shown: frozenset[int] = frozenset(), *, continues: bool = False) -> Letters:  # noqa: ARG002
         return self
 
     def push(self, token_ids: Sequence[int]) -> str:

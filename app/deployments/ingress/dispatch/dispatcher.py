@@ -44,8 +44,10 @@ class Dispatcher:
         self.connections = connections
         self.cold = cold
 
-    async def stream(self, request: GenerateRequest, deadline_s: float = math.inf) -> AsyncGenerator[TokenChunk]:
-        """Chunks of one request; the last one has a finish reason.
+    async def stream(
+        self, request: GenerateRequest, deadline_s: float = math.inf, on_assigned: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[TokenChunk]:
+        """Chunks of one request; the last one has a finish reason. `on_assigned` is called when a replica has it.
 
         Raises NotReady, QueueFull, EngineFailure, DeadlineExceeded. Closing the generator aborts the sequence.
         `deadline_s` is on the event loop's clock.
@@ -57,6 +59,7 @@ class Dispatcher:
             timer = asyncio.get_running_loop().call_at(deadline_s, stream.inbox.put, stream.deadline_error())
         try:
             await self._attempt(stream)
+            on_assigned()
             while not stream.closed:
                 item = await stream.inbox.get()
                 if isinstance(item, TokenChunk):

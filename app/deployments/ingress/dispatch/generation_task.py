@@ -6,7 +6,7 @@ When the reader leaves or one sequence fails, all sequences of the task end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -30,11 +30,13 @@ class SequenceOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     usage: Usage | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, delta: TextDelta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.usage = delta.usage or self.usage
 
@@ -50,12 +52,15 @@ class PredictionUsage(NamedTuple):
 class Progress:
     """Unix time of the task's first text, and each sequence's usage so far.
 
-    `predictions`: by sequence, once a predicted answer has ended.
+    `predictions`: by sequence, once a predicted answer has ended. `assigned` is set when each of the `num_assigned`
+    sequences has been sent to a replica.
     """
 
     first_s: float | None = None
     usages: dict[int, Usage] = field(default_factory=dict)
     predictions: dict[int, PredictionUsage] = field(default_factory=dict)
+    assigned: asyncio.Event = field(default_factory=asyncio.Event)
+    num_assigned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class GenerationTask:
     `deadline_s` is on the event loop's clock; `clock` gives Unix time. `reservation` holds quota of the caller.
     `tools`: how answers call tools, if they may. `echoes`: the text that each answer repeats first, or (). `decision`:
     the routing decision of `model: "auto"`. `keeps_end`: answers keep their stop token. `unenforced`: parts of
-    schemas that answers need not follow.
+    schemas that answers need not follow. `special_stops`: the special tokens in `stops`, id → text.
     """
 
     request_id: str
@@ -84,6 +89,7 @@ class GenerationTask:
     decision: Decision | None = None
     keeps_end: bool = False
     unenforced: tuple[str, ...] = ()
+    special_stops: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def usages(self) -> list[Usage | None]:
@@ -105,11 +111,11 @@ class GenerationTask:
         return self._sequence_deltas(0) if len(self.requests) == 1 else self._merge()
 
     async def _sequence_deltas(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
-        chunks = self.dispatcher.stream(self.requests[index], self.deadline_s)
+        chunks = self.dispatcher.stream(self.requests[index], self.deadline_s, self._note_assigned)
         echo = self.echoes[index] if self.echoes else ""
         prediction = self.requests[index].prediction_ids
         answered: list[int] = []
-        source = text_deltas(chunks, self.new_decoder(), self.stops, keep_end=self.keeps_end)
+        source = text_deltas(chunks, self.new_decoder(), self.stops, self.special_stops, keep_end=self.keeps_end)
         async with aclosing(source) as deltas:
             async for delta in deltas:
                 if self.progress.first_s is None:
@@ -123,6 +129,11 @@ class GenerationTask:
                         self.progress.predictions[index] = PredictionUsage(num_accepted, len(prediction) - num_accepted)
                 yield index, replace(delta, text=echo + delta.text) if echo else delta
                 echo = ""
+
+    def _note_assigned(self) -> None:
+        self.progress.num_assigned += 1
+        if self.progress.num_assigned == len(self.requests):
+            self.progress.assigned.set()
 
     async def _merge(self) -> AsyncGenerator[tuple[int, TextDelta]]:
         """Several sequences, each in a task of its own, merged in the order of arrival."""

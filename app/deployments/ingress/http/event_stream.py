@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply, error_reply
 
+#: A comment, which clients skip, and the seconds between two of them: proxies close connections without bytes.
+KEEP_ALIVE, KEEP_ALIVE_S = b": keep-alive\n\n", 10.0
+
 
 def sse(body: Mapping[str, Any]) -> bytes:
     """One event."""
@@ -18,7 +22,7 @@ def sse(body: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events whose last one is `done` or an error.
+    """A stream of events whose last one is `done` or an error. Comments precede a first event that takes long.
 
     When the response is over, `on_end` has been called exactly once and the events are closed. Its status is 200, that
     of the error that ended the stream, or 499 if the client disconnected first.
@@ -26,14 +30,14 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        first: bytes,
+        first: asyncio.Future[bytes],
         events: AsyncGenerator[bytes],
         on_end: Callable[[int], None],
         headers: Mapping[str, str],
         done: bytes = b"data: [DONE]\n\n",
         as_event: Callable[[ErrorReply], bytes] = lambda answer: sse(answer.body),
     ) -> None:
-        """`first`: the event that was already awaited; `done` follows the last event; `as_event` formats an error."""
+        """`first`: the first event, which may take long; `done` follows the last event; `as_event` formats an error."""
         super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
         self._first = first
         self._events = events
@@ -49,16 +53,18 @@ class EventStream(StreamingResponse):
             if self._failure is not None:
                 scope.setdefault("state", {})["failure"] = self._failure
             self._on_end(self._status)
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
             await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
         """Send the events in one loop: the base class's three nested loops are half the cost of an event."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        event = self._first
+        is_first = True
         while True:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
             try:
-                event = await anext(self._events)
+                event = await self._awaited_first(send) if is_first else await anext(self._events)
+                is_first = False
             except StopAsyncIteration:
                 self._status, last = 200, self._done
                 break
@@ -68,4 +74,12 @@ class EventStream(StreamingResponse):
                 self._status, last = answer.status, self._as_event(answer)
                 self._failure = answer.body["error"]["message"]
                 break
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _awaited_first(self, send: Send) -> bytes:
+        """The first event; comments until then keep the connection open."""
+        while not self._first.done():
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await asyncio.wait((self._first,), timeout=KEEP_ALIVE_S)
+        return self._first.result()

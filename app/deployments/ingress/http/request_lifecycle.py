@@ -24,6 +24,9 @@ from app.engine.errors import InvalidRequest
 
 T = TypeVar("T")
 
+#: How long a replica has to refuse a request before the headers of its stream are sent: a full queue, no rows.
+REFUSAL_S = 0.25
+
 #: The adapter that answered as "name@generation" (an alias may have chosen it), and its digest.
 ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
 #: The parts of JSON schemas without `strict: true` that the answer need not follow.
@@ -68,13 +71,34 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
-    """The first event. If the client disconnects before it, or the task is cancelled as it arrives, closes `events`."""
+async def first_event(
+    request: Request, events: AsyncGenerator[bytes], assigned: asyncio.Event
+) -> asyncio.Future[bytes]:
+    """The first event, which is awaited until shortly after `assigned` only: then the response begins without it.
+
+    Raises an error that is known until then. If the client disconnects before, or the task is cancelled, closes
+    `events`.
+    """
+    first = asyncio.ensure_future(anext(events))
     try:
-        return await run_until_disconnect(request, anext(events))
+        await run_until_disconnect(request, _wait_until_admitted(first, assigned))
+        if first.done():
+            first.result()
     except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await events.aclose()
         raise
+    return first
+
+
+async def _wait_until_admitted(first: asyncio.Future[bytes], assigned: asyncio.Event) -> None:
+    waiting = asyncio.ensure_future(assigned.wait())
+    try:
+        await asyncio.wait((first, waiting), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((first,), timeout=REFUSAL_S)
+    finally:
+        waiting.cancel()
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -118,8 +142,8 @@ def json_response(service: IngressService, task: GenerationTask, route: str, bod
 async def stream_response(
     request: Request, service: IngressService, task: GenerationTask, route: str, events: AsyncGenerator[bytes]
 ) -> Response:
-    """A stream of events. An error before the first event is raised, so that the response has its status code."""
+    """A stream of events. An error before the request is admitted is raised, so that the response has its status."""
     with observe_if_cancelled(service, route, task):
-        first = await first_event(request, events)
+        first = await first_event(request, events, task.progress.assigned)
     headers = adapter_header(task) | service.accounting.headers(task.caller)
     return EventStream(first, events, lambda status: service.observe(route, status, task), headers, b"", error_event)

@@ -139,6 +139,8 @@ class RequestPreprocessor:
             make = partial(chat_grammar, body, self.tokenizer, text)
             takes_long = body.tools or body.has_grammar
             requested, tools = await asyncio.to_thread(make) if takes_long else make()
+            if requested is not None and body.continue_final_message:
+                requested = await asyncio.to_thread(self.tokenizer.continued, requested, body.messages[-1].text)
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._task(
@@ -156,6 +158,8 @@ class RequestPreprocessor:
                 resolved=resolved,
                 prediction=await self._prediction_ids(body),
                 is_stream=body.stream,
+                continues=body.continue_final_message,
+                prompt_logprobs=body.prompt_logprobs,
             )
 
     async def _prediction_ids(self, body: ChatCompletionRequest) -> tuple[int, ...]:
@@ -180,7 +184,15 @@ class RequestPreprocessor:
 
         def encode() -> Sequence[int]:
             messages, tools = template_messages(body.messages), template_tools(body)
-            return self.tokenizer.encode_chat(messages, text, tools, body.chat_template_kwargs, caller.tenant_id)
+            return self.tokenizer.encode_chat(
+                messages,
+                text,
+                tools,
+                body.chat_template_kwargs,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                caller.tenant_id,
+            )
 
         if text:
             async with self._rendering.hold(caller.tenant_id):
@@ -200,6 +212,7 @@ class RequestPreprocessor:
             names = FieldNames("prompt", "max_tokens", "logprobs")
             self._sequence_builder.check_sequences(len(prompts), body.n, names)
             token_ids = await self.prompt_ids(prompts, "prompt")
+            wanted = (body.prompt_logprobs, body.logprobs if body.echo else None)
             task = await self._task(
                 request_ids("cmpl", request_id),
                 caller,
@@ -213,6 +226,7 @@ class RequestPreprocessor:
                 echoes=await self._echoes(prompts) if body.echo else (),
                 resolved=resolved,
                 is_stream=body.stream,
+                prompt_logprobs=max((n for n in wanted if n is not None), default=None),
             )
         return in_token_ids(task, body)
 
@@ -285,14 +299,16 @@ class RequestPreprocessor:
         resolved: _ResolvedModel | None = None,
         prediction: tuple[int, ...] = (),
         is_stream: bool = False,
+        continues: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> GenerationTask:
         if requested is None and fields.has_grammar:
             requested = await asyncio.to_thread(requested_grammar, fields, self.tokenizer.enforceable)
         if requested is not None:
             await asyncio.to_thread(self.tokenizer.check_grammar, requested)
         requests = self._sequence_builder.build(
-            ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
-            "" if requested is None else requested.grammar, prediction, is_stream=is_stream,
+            ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, prompt_logprobs, names,
+            requested, prediction, is_stream=is_stream,
         )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         reservation = await self._accounting.admit(caller, requests, None if resolved is None else resolved.reservation)
@@ -305,12 +321,13 @@ class RequestPreprocessor:
             fields.n,
             deadline_s,
             self._dispatcher,
-            self.tokenizer.decoder if tools is None else partial(self.tokenizer.decoder, tools.shown_ids),
+            partial(self.tokenizer.decoder, frozenset() if tools is None else tools.shown_ids, continues=continues),
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
             decision=None if resolved is None else resolved.decision,
             unenforced=() if requested is None else requested.unenforced,
+            special_stops=self.tokenizer.specials_in(fields.stop_strings),
         )
 
 

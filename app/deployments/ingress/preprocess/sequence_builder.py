@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from app.config import LimitsConfig
+from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import SamplingFields
@@ -65,22 +66,25 @@ class SequenceBuilder:
         refs: Sequence[AdapterRef | None],
         max_tokens: int | None,
         num_logprobs: int | None,
+        prompt_logprobs: int | None,
         names: FieldNames,
-        grammar: str,
+        requested: RequestedGrammar | None,
         prediction: tuple[int, ...],
         *,
         is_stream: bool,
     ) -> tuple[GenerateRequest, ...]:
         """`fields.n` sequences for each prompt, with its adapter of `refs`. Raises InvalidRequest, ContextOverflow."""
         self._check_sizes(len(prompts), fields, num_logprobs, names)
+        self._check_max_logprobs(prompt_logprobs, "prompt_logprobs")
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         # Equal prompts get different answers without a seed; with one, each gets the answer it would get alone.
         seeds_per_prompt = fields.n if fields.seed is None else 0
         requests = []
         for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
             max_new = self._room(token_ids, max_tokens, names)
-            if num_logprobs is not None and not is_stream:
-                _check_num_logprobs(len(prompts) * fields.n * max_new * (1 + num_logprobs), names)
+            per_answer = 0 if num_logprobs is None or is_stream else max_new * (1 + num_logprobs)
+            per_prompt = 0 if prompt_logprobs is None else len(token_ids) * (1 + prompt_logprobs)
+            _check_num_logprobs(len(prompts) * fields.n * (per_answer + per_prompt), names)
             (is_needed,) = self._needs_adapter(ref, [token_ids])
             prompt = tuple(token_ids)
             for copy in range(fields.n):
@@ -89,7 +93,7 @@ class SequenceBuilder:
                     request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
                     tenant_id=caller.tenant_id,
                     token_ids=prompt,
-                    sampling=self._sampling(fields, max_new, of_answer, num_logprobs, grammar),
+                    sampling=self._sampling(fields, max_new, of_answer, num_logprobs, prompt_logprobs, requested),
                     adapter=ref if is_needed else None,
                     unactivated=None if is_needed else ref,
                     weight=caller.tenant.weight,
@@ -112,10 +116,12 @@ class SequenceBuilder:
                 f"{self._limits().max_stop_strings}",
                 param="stop",
             )
-        if num_logprobs is not None and num_logprobs > self._limits().max_logprobs:
+        self._check_max_logprobs(num_logprobs, names.logprobs)
+
+    def _check_max_logprobs(self, number: int | None, param: str) -> None:
+        if number is not None and number > self._limits().max_logprobs:
             raise InvalidRequest(
-                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self._limits().max_logprobs}",
-                param=names.logprobs,
+                f"{number} logprobs per token exceed limits.max_logprobs {self._limits().max_logprobs}", param=param
             )
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: FieldNames) -> int:
@@ -144,9 +150,15 @@ class SequenceBuilder:
             )
 
     def _sampling(
-        self, fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None, grammar: str
+        self,
+        fields: SamplingFields,
+        max_tokens: int,
+        seed: int,
+        num_logprobs: int | None,
+        prompt_logprobs: int | None,
+        requested: RequestedGrammar | None,
     ) -> SamplingParams:
-        _check_grammar_fields(fields, grammar)
+        _check_grammar_fields(fields, requested)
         for token_id, _ in fields.biases:
             if token_id >= self._tokenizer.vocab_size:
                 raise InvalidRequest(
@@ -171,9 +183,11 @@ class SequenceBuilder:
             frequency_penalty=fields.frequency_penalty,
             repetition_penalty=fields.repetition_penalty,
             num_logprobs=num_logprobs,
+            prompt_logprobs=prompt_logprobs,
             logit_bias=fields.biases,
             min_tokens=fields.min_tokens,
-            grammar=grammar,
+            grammar="" if requested is None else requested.grammar,
+            grammar_prefix="" if requested is None else requested.prefix,
         )
 
 
@@ -188,8 +202,8 @@ def _check_num_logprobs(number: int, names: FieldNames) -> None:
         )
 
 
-def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
-    if grammar and (fields.ignore_eos or fields.min_tokens):
+def _check_grammar_fields(fields: SamplingFields, requested: RequestedGrammar | None) -> None:
+    if requested is not None and (fields.ignore_eos or fields.min_tokens):
         name = "ignore_eos" if fields.ignore_eos else "min_tokens"
         raise InvalidRequest(
             f"{name} cannot be combined with a grammar, which determines where the answer ends", param=name

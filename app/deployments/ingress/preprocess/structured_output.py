@@ -28,7 +28,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class RequestedGrammar(NamedTuple):
     """`place` is the field it comes from; `schemas` lists its JSON schemas, each with its place.
 
-    `is_lenient`: the schemas were reduced to what can be enforced; `unenforced` names the rest.
+    `is_lenient`: the schemas were reduced to what can be enforced; `unenforced` names the rest. `prefix`: the beginning
+    of the answer, which the client has sent.
     """
 
     grammar: str
@@ -36,6 +37,7 @@ class RequestedGrammar(NamedTuple):
     schemas: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     is_lenient: bool = False
     unenforced: tuple[str, ...] = ()
+    prefix: str = ""
 
     @property
     def rule(self) -> str:

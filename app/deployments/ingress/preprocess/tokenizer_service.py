@@ -24,7 +24,7 @@ from app.engine.models.checkpoint import open_model
 from app.engine.models.spec import ModelSpec
 from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from app.engine.structured_output.backend_guidance import Vocabulary, enforceable, place_of
-from app.engine.structured_output.grammar_builder import check_schema, json_grammar
+from app.engine.structured_output.grammar_builder import check_schema, json_grammar, with_any_white_space
 
 T = TypeVar("T")
 
@@ -41,14 +41,18 @@ def open_tokenizer_service(config: AppConfig) -> TokenizerService:
     kv_tokens = has_memory * config.engine.num_kv_blocks * config.engine.block_size
     positions = checkpoint.spec.max_positions
     max_model_len = min(config.engine.max_model_len or positions, kv_tokens or positions)  # 0 blocks: as many as fit
-    return TokenizerService(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec, max_model_len)
+    tokenizer, split = load_tokenizer(checkpoint.tokenizer_source), config.model.split_special_tokens
+    return TokenizerService(tokenizer, checkpoint.spec, max_model_len, split_special_tokens=split)
 
 
 class TokenizerService:
     """One per ingress process. `max_model_len` is the longest prompt plus answer that engines accept."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, spec: ModelSpec, max_model_len: int, *, split_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._split_special_tokens = split_special_tokens
         self._templates = ChatTemplateSandbox()
         self._lock = threading.Lock()  # never held while a grammar is compiled, which may take a second
         self._vocabulary: Vocabulary | None = None
@@ -73,15 +77,29 @@ class TokenizerService:
         text: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tenant_id: str = "",
     ) -> Sequence[int]:
         """Token ids of a conversation up to the assistant's turn, by the model's template or the adapter's own.
 
         text: the adapter's own chat text (`AdapterCard.text`); its template may take up to `ChatTemplateSandbox`'s time
-        limit. extra: more template variables. tenant_id: whose request it is.
+        limit. extra: more template variables. continue_final_message: up to the end of the last message's content.
+        tenant_id: whose request it is.
         """
-        own = AdapterTokenizer.from_json(text)
-        return encode_chat(self._tokenizer, messages, own, self._templates, tools, extra, self.max_model_len, tenant_id)
+        return encode_chat(
+            self._tokenizer,
+            messages,
+            AdapterTokenizer.from_json(text),
+            self._templates,
+            tools,
+            extra,
+            self.max_model_len,
+            tenant_id,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            split_special_tokens=self._split_special_tokens,
+        )
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""
@@ -92,13 +110,25 @@ class TokenizerService:
         ids = {text: self._tokenizer.token_id(text) for text in fixed_texts(form)}
         return {text: i for text, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
+    def specials_in(self, texts: Sequence[str]) -> Mapping[int, str]:
+        """The special tokens that texts contain, id → text."""
+        return {} if not texts else self._tokenizer.specials_in(texts)
+
     def check_grammar(self, requested: RequestedGrammar) -> None:
         """Raises InvalidRequest, with the place, for a grammar that no engine can follow. Takes milliseconds;
         thread-safe."""
         with self._lock:
             vocabulary = self._open_vocabulary()
-            if requested.grammar in self._checked:
-                return
+            is_checked = requested.grammar in self._checked
+        if not is_checked:
+            self._check_grammar(requested, vocabulary)
+        if requested.prefix and (complaint := vocabulary.complaint_about_prefix(requested.grammar, requested.prefix)):
+            raise InvalidRequest(
+                f"the last message is not the beginning of an answer that {requested.place} allows: {complaint}",
+                param="messages",
+            )
+
+    def _check_grammar(self, requested: RequestedGrammar, vocabulary: Vocabulary) -> None:
         complaint, place = vocabulary.complaint(requested.grammar), requested.place
         for path, schema in requested.schemas if complaint else ():
             if vocabulary.complaint(json_grammar(schema, path, lenient=requested.is_lenient)):
@@ -109,6 +139,17 @@ class TokenizerService:
             raise InvalidRequest(f"{place}: {complaint}", param=place)
         with self._lock:
             _remember(self._checked, requested.grammar, None)
+
+    def continued(self, requested: RequestedGrammar, prefix: str) -> RequestedGrammar:
+        """The grammar of an answer that begins with `prefix`. JSON in the prefix may have any white space; the rest
+        then may, too. `check_grammar` reports a prefix that does not fit. Takes milliseconds; thread-safe."""
+        if not prefix:
+            return requested
+        with self._lock:
+            vocabulary = self._open_vocabulary()
+        is_accepted = not vocabulary.complaint_about_prefix(requested.grammar, prefix)
+        grammar = requested.grammar if is_accepted else with_any_white_space(requested.grammar)
+        return requested._replace(grammar=grammar, prefix=prefix)
 
     def enforceable(self, schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """The part of a schema that can be enforced, and the rest as "place#/pointer". Thread-safe."""
@@ -128,8 +169,12 @@ class TokenizerService:
             self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
         return self._vocabulary
 
-    def decoder(self, shown: frozenset[int] = frozenset()) -> Decoder:
-        return self._tokenizer.incremental_decoder(shown=shown)
+    def decoder(self, shown: frozenset[int] = frozenset(), *, continues: bool = False) -> Decoder:
+        """A decoder for one answer. `continues`: it continues a text, so its first token keeps its space."""
+        decoder = self._tokenizer.incremental_decoder(shown=shown)
+        if continues:
+            decoder.push(self.encode_answer("a"))
+        return decoder
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

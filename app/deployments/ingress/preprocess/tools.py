@@ -47,6 +47,12 @@ class ChatFields(Protocol):
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]: ...
 
+    @property
+    def add_generation_prompt(self) -> bool: ...
+
+    @property
+    def continue_final_message(self) -> bool: ...
+
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages for the chat template: arguments become objects, and a tool's answer gets its function's name."""

@@ -11,6 +11,7 @@ from app.deployments.ingress.schemas import ignored_fields
 from app.deployments.ingress.schemas.openai import (
     MAX_TOOLS,
     ChatMessage,
+    ConversationEnd,
     Count,
     Texts,
     TokenId,
@@ -90,6 +91,14 @@ class ChatChoice(ResponseModel):
     logprobs: dict[str, Any] | None
 
 
+class PromptLogprob(ResponseModel):
+    """`rank`: 1 for the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class _Completion(ResponseModel):
     id: str
     created: Seconds
@@ -101,6 +110,7 @@ class _Completion(ResponseModel):
 class ChatCompletion(_Completion):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: Omittable[list[dict[str, PromptLogprob] | None]] = None
 
 
 class CompletionChoice(ResponseModel):
@@ -112,6 +122,7 @@ class CompletionChoice(ResponseModel):
     logprobs: dict[str, Any] | None
     token_ids: Omittable[list[int]] = None
     prompt_token_ids: Omittable[list[int]] = None
+    prompt_logprobs: Omittable[list[dict[str, PromptLogprob] | None]] = None
 
 
 class AnsweringAdapter(ResponseModel):
@@ -198,7 +209,7 @@ class EmbeddingsRequest(Body):
         return entries(self.input)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ConversationEnd):
     """vLLM's format: a text or a conversation."""
 
     location = ""
@@ -218,6 +229,7 @@ class TokenizeRequest(Body):
             raise ValueError("give a prompt or messages")
         if self.prompt is not None and self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs are for messages; a prompt has no template")
+        self.check_end(self.messages)
         return self
 
 

@@ -91,7 +91,7 @@ EMBEDDINGS_REQUEST: Ignored = {
     "priority": (0,),
     "truncate_prompt_tokens": (-1,),
 }
-TOKENIZE_REQUEST: Ignored = {"add_generation_prompt": (True,), "add_special_tokens": (True,)}
+TOKENIZE_REQUEST: Ignored = {"add_special_tokens": (True,)}
 CHAT_REQUEST: Ignored = {**REQUEST, "add_special_tokens": (False,)}
 STREAM_OPTIONS = _any("include_obfuscation")
 #: Of a text part, in any API.

@@ -22,6 +22,7 @@ from app.deployments.ingress.schemas.openai import (
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, parse_body, union_by_type
 from app.deployments.ingress.schemas.response_model import ResponseModel
+from app.engine.errors import InvalidRequest
 
 
 class TextBlock(Body):
@@ -141,6 +142,12 @@ class CountTokensRequest(Body):
         for message in self.messages:
             messages += _chat_messages(message)
         fields: dict[str, Any] = {"messages": messages, "adapters": as_fields(self.adapters)}
+        if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            if messages[-1]["content"] != messages[-1]["content"].rstrip():
+                raise InvalidRequest(
+                    "the last message, which the answer continues, ends in white space", param="messages"
+                )
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
         if self.output_config is not None and self.output_config.format is not None:

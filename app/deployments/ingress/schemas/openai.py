@@ -34,10 +34,13 @@ def entries(texts: Texts) -> list[str | list[int]]:
 
 
 class StreamOptions(Body):
+    """`continuous_usage_stats`: vLLM's field; every event has the usage so far of its answer."""
+
     location = "stream_options"
     ignored = ignored_fields.STREAM_OPTIONS
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchemaFormat(Body):
@@ -158,7 +161,10 @@ class RoutingFields(Body):
 
 
 class _OpenAIFields(SamplingFields):
+    """`prompt_logprobs`: vLLM's field."""
+
     model: str
+    prompt_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
     lora_path: str | None = None
@@ -170,6 +176,8 @@ class _OpenAIFields(SamplingFields):
     def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is allowed only with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are in no stream; leave out one of both")
         return self
 
 
@@ -303,7 +311,26 @@ class Prediction(Body):
         return joined_text(self.content)
 
 
-class ChatCompletionRequest(_OpenAIFields):
+class ConversationEnd(Body):
+    """vLLM's fields for the end of the prompt. continue_final_message: the answer continues the last message, and the
+    prompt ends with its content; it needs `add_generation_prompt: false`.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def check_end(self, messages: Sequence[ChatMessage]) -> None:
+        """Raises ValueError."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt: false")
+        last = messages[-1] if messages else None
+        if last is None or (last.content is None and last.refusal is None) or last.tool_calls:
+            raise ValueError("continue_final_message needs a last message with content and without tool_calls")
+
+
+class ChatCompletionRequest(_OpenAIFields, ConversationEnd):
     ignored = ignored_fields.CHAT_REQUEST
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -331,6 +358,7 @@ class ChatCompletionRequest(_OpenAIFields):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        self.check_end(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only with logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -351,7 +379,7 @@ class ChatCompletionRequest(_OpenAIFields):
 
 class CompletionRequest(_OpenAIFields):
     prompt: Texts
-    max_tokens: Count = 16
+    max_tokens: int = Field(default=16, ge=0, lt=2**31)
     logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     echo: bool = False
 
@@ -360,8 +388,8 @@ class CompletionRequest(_OpenAIFields):
 
     @model_validator(mode="after")
     def _echo_fits_output(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo returns the prompt without log-probabilities; leave logprobs out")
+        if not self.max_tokens and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens is 0, which needs echo or prompt_logprobs")
         if self.echo and self.wants_token_ids:
             raise ValueError("echo returns the prompt as text; with token ids read prompt_token_ids")
         if self.stop_strings and not self.detokenize:

@@ -2,12 +2,13 @@
 
 Text is emitted only when no later token can change it: an incomplete UTF-8 character waits for its rest, and text that
 may begin a stop string waits until it is known not to. A stop string ends the answer before itself, wherever chunks
-end, and aborts the sequence. Tokens that end an answer (end of sequence, stop ids) have no text.
+end, and aborts the sequence. Tokens that end an answer (end of sequence, stop ids) have no text, and neither have
+special tokens; the special tokens of stop strings are found nevertheless.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -33,7 +34,8 @@ class TextDelta:
     """One piece of an answer; the last one has a finish reason.
 
     `token_ids` and `logprobs` are those since the previous piece. `usage` counts all tokens so far, including those
-    without text. `stop`: the stop string that ended the answer.
+    without text. `stop`: the stop string that ended the answer. `prompt_logprobs`: those of the prompt's tokens but the
+    first, in the first piece, if the request asks for them.
     """
 
     text: str
@@ -42,6 +44,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     stop: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class StopMatcher:
@@ -80,22 +83,76 @@ class StopMatcher:
         return 0
 
 
+class _SpecialStops:
+    """Stop strings with special tokens, whose text a decoder leaves out: each such token is one noncharacter while stop
+    strings are searched for."""
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], specials: Mapping[int, str]) -> None:
+        """specials: the special tokens in the stop strings, id → text."""
+        self._decoder = decoder
+        self._char_of = {token_id: chr(0xFDD0 + index) for index, token_id in enumerate(specials)}
+        self._shown = {ord(char): "" for char in self._char_of.values()}
+        self._original = {stop: stop for stop in stops}
+        for stop in stops:
+            marked = stop
+            for token_id in sorted(specials, key=lambda each: -len(specials[each])):
+                marked = marked.replace(specials[token_id], self._char_of[token_id])
+            self._original[marked] = stop
+        self.matcher = StopMatcher(tuple(self._original))
+
+    def push(self, token_ids: Sequence[int], end_id: int | None) -> tuple[str, str | None]:
+        """(text that is safe to send, the stop string that was found). end_id: the token behind them that ends the
+        answer; it has no text, but it may complete a stop string."""
+        if not self._char_of:
+            text, stop = self.matcher.push(self._decoder.push(token_ids))
+            return text, stop
+        text, stop = self._found("".join(map(self._text_of, token_ids)))
+        if stop is None and end_id in self._char_of:
+            tail, stop = self._found(self._char_of[end_id])
+            text += tail
+        return text, stop
+
+    def flush(self) -> tuple[str, str | None]:
+        """The rest, as from `push`: the answer has ended."""
+        tail, stop = self._found(self._decoder.flush())
+        return (tail if stop is not None else tail + self.matcher.finish().translate(self._shown)), stop
+
+    def _text_of(self, token_id: int) -> str:
+        text, char = self._decoder.push((token_id,)), self._char_of.get(token_id)
+        if char is None:
+            return text
+        self._shown[ord(char)] = text
+        return char
+
+    def _found(self, text: str) -> tuple[str, str | None]:
+        safe, stop = self.matcher.push(text)
+        return safe.translate(self._shown), None if stop is None else self._original[stop]
+
+
 async def text_deltas(
-    chunks: AsyncIterator[TokenChunk], decoder: Decoder, stops: Sequence[str], *, keep_end: bool = False
+    chunks: AsyncIterator[TokenChunk],
+    decoder: Decoder,
+    stops: Sequence[str],
+    specials: Mapping[int, str] = {},
+    *,
+    keep_end: bool = False,
 ) -> AsyncGenerator[TextDelta]:
     """Convert one sequence's chunks to text. Raises the error that a chunk carries.
 
-    Returning early (a stop string) closes `chunks`, which aborts the sequence. `keep_end`: emit every token at once,
-    even without text, including the one that ends the answer.
+    Returning early (a stop string) closes `chunks`, which aborts the sequence. `specials`: the special tokens in the
+    stop strings, id → text. `keep_end`: emit every token at once, even without text, including the one that ends the
+    answer.
     """
-    matcher = StopMatcher(stops)
+    found = _SpecialStops(decoder, stops, specials)
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     usage: Usage | None = None
     async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
         async for whole in source:
             if whole.finish_reason == "error":
                 raise whole.error or EngineFailure("the engine ended the request without saying why")
+            prompt_logprobs += whole.prompt_logprobs
             for chunk in _one_by_one(whole) if stops and len(whole.token_ids) > 1 else (whole,):
                 if chunk.usage is not None:
                     usage = chunk.usage
@@ -106,15 +163,15 @@ async def text_deltas(
                 reported = chunk.token_ids if keep_end else visible
                 token_ids += reported
                 logprobs += chunk.logprobs[: len(reported)]
-                text, stop = matcher.push(decoder.push(visible))
+                text, stop = found.push(visible, chunk.matched_stop)
                 reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
                 if reason is not None and stop is None:
-                    tail, stop = matcher.push(decoder.flush())
-                    text += tail + matcher.finish() if stop is None else tail
+                    tail, stop = found.flush()
+                    text += tail
                     reason = reason if stop is None else "stop"
                 if text or reason is not None or (keep_end and token_ids):
-                    yield TextDelta(text, token_ids, logprobs, reason, usage, stop)
-                    token_ids, logprobs = (), ()
+                    yield TextDelta(text, token_ids, logprobs, reason, usage, stop, prompt_logprobs)
+                    token_ids, logprobs, prompt_logprobs = (), (), ()
                 if reason is not None:
                     return
 

@@ -34,6 +34,9 @@ TOKENS_AT_ONCE = 256
 #: Work on one log-probability besides its text, in characters.
 _CHARS_PER_LOGPROB = 20
 
+#: The rank of a prompt's first token, which has no log-probability.
+_FIRST = -1
+
 #: The text of a single token id; an incomplete character is U+FFFD.
 TokenText = Callable[[int], str]
 #: The bytes of a single token id, or those that it adds to an answer's text, which are none for a special token.
@@ -51,6 +54,7 @@ class TokenOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
         self.is_first = True  # no event of the answer has been sent
+        self.is_at_start = True  # no log-probability of the answer has been written
 
     def push(self, token_id: int) -> int:
         """The offset of the next token; that of a token within a character is the character's."""
@@ -72,22 +76,27 @@ class ChatSerializer:
     text_bytes: TokenBytes
     want_logprobs: bool
     include_usage: bool = False  # a stream that ends with usage; null before
+    has_continuous_usage: bool = False  # every event has its answer's usage so far
     tools: ToolConfig | None = None  # None: no tools
     routing: Mapping[str, Any] | None = None  # the semantic router's decision
     predictions: Mapping[int, PredictionUsage] | None = None  # filled when answers end
     ids: TokenIdOutput | None = None  # None: text only
+    prompts: Sequence[Sequence[int]] = ()  # each answer's
+    num_prompt_logprobs: int | None = None  # most likely tokens in `prompt_logprobs`; None: without that field
+    num_echo_logprobs: int | None = None  # None: an answer's log-probabilities do not begin with the prompt's
 
     @property
     def is_plain(self) -> bool:
         """Whether most events of a stream differ only in their text."""
-        return not self.want_logprobs and self.ids is None
+        return not self.want_logprobs and self.ids is None and not self.has_continuous_usage
 
     async def content(self, answers: Sequence[SequenceOutput], num_per_prompt: int) -> bytes:
         """The JSON of the response to a request that does not stream; a long one is written in threads, choice by
         choice."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.predictions)
-        envelope = to_json(self._envelope(kind) | {"usage": usage} | self._routing())
+        prompt = self._prompt_logprobs(answers[0]) if self.is_chat else {}
+        envelope = to_json(self._envelope(kind) | {"usage": usage} | self._routing() | prompt)
         length = sum(map(_num_chars, answers))
         choices = [
             await in_worker_if_long(length, partial(self._choice, index, answer))
@@ -105,16 +114,18 @@ class ChatSerializer:
 
     def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
         """A stream event; `offsets` belongs to this choice and is passed to all of its events."""
-        logprobs = self._logprobs(delta.logprobs, offsets)
+        found = self._with_prompt(index, delta) if offsets.is_at_start else delta.logprobs
+        offsets.is_at_start = False
+        logprobs = self._logprobs(found, offsets)
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if self.is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
-            return self._event("chat.completion.chunk", choice)
+            return self._event("chat.completion.chunk", choice, delta)
         choice["text"] = delta.text
         if self.ids is not None:
             choice |= self.ids.choice(index, delta.token_ids, is_first=offsets.is_first)
             offsets.is_first = False
-        return self._event("text_completion", choice)
+        return self._event("text_completion", choice, delta)
 
     def reader(self, index: int) -> ToolCallReader | None:
         """A parser for the tool calls of a choice, or None."""
@@ -151,7 +162,27 @@ class ChatSerializer:
         """The JSON of a complete answer. Log-probabilities are written some at a time, because writing JSON keeps other
         threads waiting."""
         fields = to_json(self._choice_fields(index, answer))
-        return b'%b,"logprobs":%b}' % (fields[:-1], self._all_logprobs(answer.logprobs))
+        return b'%b,"logprobs":%b}' % (fields[:-1], self._all_logprobs(self._with_prompt(index, answer)))
+
+    def _with_prompt(self, index: int, answer: SequenceOutput | TextDelta) -> Sequence[TokenLogprobs]:
+        """The log-probabilities of an answer's beginning; with `echo` the prompt's come first."""
+        if self.num_echo_logprobs is None:
+            return answer.logprobs
+        prompt = [replace(item, top=item.top[: self.num_echo_logprobs]) for item in answer.prompt_logprobs]
+        return [TokenLogprobs(self.prompts[index][0], 0.0, rank=_FIRST), *prompt, *answer.logprobs]
+
+    def _prompt_logprobs(self, answer: SequenceOutput) -> dict[str, Any]:
+        """vLLM's field of this name: for each token of the prompt an object by token id, null for the first one."""
+        if self.num_prompt_logprobs is None:
+            return {}
+        found: list[dict[int, Any] | None] = [None]
+        for item in answer.prompt_logprobs:
+            top = [(*pair, rank) for rank, pair in enumerate(item.top[: self.num_prompt_logprobs], 1)]
+            found.append({
+                token_id: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token_id)}
+                for token_id, logprob, rank in ((item.token_id, item.logprob, item.rank), *top)
+            })  # fmt: skip
+        return {"prompt_logprobs": found}
 
     def _all_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> bytes:
         offsets, lists, others = TokenOffsets(self.text_bytes), dict[str, list[bytes]](), dict[str, Any]()
@@ -181,10 +212,12 @@ class ChatSerializer:
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
         ids = {} if self.ids is None else self.ids.choice(index, answer.token_ids, is_first=True)
-        return choice | {"text": answer.text} | ids
+        return choice | {"text": answer.text} | ids | self._prompt_logprobs(answer)
 
-    def _event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self.include_usage else {}
+    def _event(self, kind: str, choice: dict[str, Any], delta: TextDelta | None = None) -> dict[str, Any]:
+        usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
+        if self.has_continuous_usage and delta is not None and delta.usage is not None:
+            usage = {"usage": usage_body([delta.usage], 1)}
         return self._envelope(kind) | {"choices": [choice]} | usage
 
     def _routing(self) -> dict[str, Any]:
@@ -216,8 +249,11 @@ class ChatSerializer:
         return {"content": content, "refusal": None}
 
     def _legacy_logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any]:
-        tops: list[dict[str, float]] = []
+        tops: list[dict[str, float] | None] = []
         for item in logprobs:
+            if item.rank == _FIRST:
+                tops.append(None)
+                continue
             top: dict[str, float] = {}
             for token_id, logprob in item.top:
                 top.setdefault(self._legacy_token(token_id), finite(logprob))
@@ -225,7 +261,7 @@ class ChatSerializer:
             tops.append(top)
         return {
             "tokens": [self._legacy_token(item.token_id) for item in logprobs],
-            "token_logprobs": [finite(item.logprob) for item in logprobs],
+            "token_logprobs": [None if item.rank == _FIRST else finite(item.logprob) for item in logprobs],
             "top_logprobs": tops,
             "text_offset": [offsets.push(item.token_id) for item in logprobs],
         }
@@ -254,9 +290,13 @@ def chat_serializer(
         text_bytes=tokenizer.text_bytes,
         want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        has_continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         tools=task.tools,
         predictions=task.progress.predictions,
         routing=None if task.decision is None else task.decision.body(),
+        prompts=[request.token_ids for request in task.requests],
+        num_prompt_logprobs=body.prompt_logprobs,
+        num_echo_logprobs=body.logprobs if isinstance(body, CompletionRequest) and body.echo else None,
         ids=TokenIdOutput(task, not isinstance(body, CompletionRequest) or body.detokenize) if task.keeps_end else None,
     )
 

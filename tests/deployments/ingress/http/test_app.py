@@ -8,14 +8,18 @@ import json
 import re
 import threading
 import time
+import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Never
 
 import httpx
 import pytest
+import zstandard
 from pydantic_core import to_json
 
 from app.config import LimitsConfig
+from app.deployments.ingress.http.middleware import metering
 from app.deployments.ingress.preprocess.sequence_builder import derived_seed
 from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.ignored_fields import REQUEST
@@ -319,13 +323,79 @@ async def test_a_tenant_renders_one_adapters_template_at_a_time_and_others_do_no
     assert most == {"mallory": 1, "alice": 1}
 
 
-async def test_a_compressed_body_is_named(http: httpx.AsyncClient) -> None:
-    content = gzip.compress(json.dumps(LEGACY).encode())
-    answer = await http.post("/v1/completions", content=content, headers={"content-encoding": "gzip"})
+def raw_deflate(content: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(content) + packer.flush()
+
+
+PACKERS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "gzip": ("gzip", gzip.compress),
+    "two members": ("x-gzip", lambda content: gzip.compress(content[:9]) + gzip.compress(content[9:])),
+    "deflate": ("Deflate", zlib.compress),
+    "raw deflate": ("deflate", raw_deflate),
+    "zstd": ("zstd", zstandard.compress),
+    "two frames": ("zstd", lambda content: zstandard.compress(content[:9]) + zstandard.compress(content[9:])),
+    "identity": ("identity", bytes),
+}
+
+
+@pytest.mark.parametrize("name", PACKERS)
+@pytest.mark.parametrize("num_chars", [1, 15_000])
+async def test_a_compressed_body_is_decoded(http: httpx.AsyncClient, name: str, num_chars: int) -> None:
+    encoding, pack = PACKERS[name]
+    plain = LEGACY | {"temperature": 0}
+    body = plain | {"metadata": {"a": "x" * num_chars}}
+    answer = await http.post(
+        "/v1/completions", content=pack(json.dumps(body).encode()), headers={"content-encoding": encoding}
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == (await http.post("/v1/completions", json=plain)).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [(name, "/v1/completions") for name in PACKERS if name != "identity"]
+    + [("gzip", "/v1/loras"), ("deflate", "/v1/batches/x/cancel")],
+)
+async def test_a_bomb_is_refused_at_the_limit(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, name: str, route: str
+) -> None:
+    encoding, pack = PACKERS[name]
+    content = pack(b"[" + b" " * (32 << 20))
+    taken = []
+    received = metering._Body.receive
+
+    async def receive(body: Any) -> Any:
+        message = await received(body)
+        taken.append(len(message.get("body", b"")))
+        return message
+
+    monkeypatch.setattr(metering._Body, "receive", receive)
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    answer = await http.post(route, content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert sum(taken) < 5 << 20, "a part behind the limit, at most"
+    assert (await http.post("/v1/completions", json=LEGACY)).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+async def test_a_body_that_is_not_what_its_header_says_is_refused(http: httpx.AsyncClient, encoding: str) -> None:
+    content = json.dumps(LEGACY).encode()
+    _, pack = PACKERS[encoding]
+    for wrong in (content, pack(content)[:-3], pack(content) + b"more"):
+        answer = await http.post("/v1/completions", content=wrong, headers={"content-encoding": encoding})
+        assert answer.status_code == 400, answer.text
+        assert f"the body is not {encoding}: " in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "compress"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/files", "/v1/loras"])
+async def test_an_unknown_encoding_is_named(http: httpx.AsyncClient, encoding: str, route: str) -> None:
+    kind = "multipart/form-data; boundary=x" if route == "/v1/files" else "application/json"
+    headers = {"content-encoding": encoding, "content-type": kind}
+    answer = await http.post(route, content=b"x", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
-    assert "'gzip'" in answer.json()["error"]["message"]
-    plain = await http.post("/v1/completions", json=LEGACY, headers={"content-encoding": "identity"})
-    assert plain.status_code == 200
+    assert repr(encoding) in answer.json()["error"]["message"]
 
 
 async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> None:

@@ -21,6 +21,7 @@ from app.deployments.ingress.schemas.request_model import IGNORED_HEADER, Body, 
 
 HELLO = [{"role": "user", "content": "hello"}]
 LOOK = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 MARK = {"type": "ephemeral", "ttl": "1h"}
 
 #: (client, route, body without `model`, ignored fields)
@@ -288,6 +289,163 @@ async def test_a_schema_without_strict_is_enforced_as_far_as_possible(writer: ht
     answer = await writer.post("/v1/chat/completions", json=body | {"tools": [tool], "tool_choice": "required"})
     assert answer.status_code == 200, answer.text
     assert "tools.0.function.parameters#/properties/amount/anyOf/1/pattern" in answer.headers["X-Polylora-Unenforced"]
+
+
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+async def test_an_answer_is_continued_on_every_route(writer: httpx.AsyncClient) -> None:
+    chat = [*HELLO, {"role": "assistant", "content": "It is"}]
+    tokens = {
+        name: (
+            await writer.post("/tokenize", json={"model": "base", "messages": chat, "return_token_strs": True} | more)
+        )
+        for name, more in {"whole": {}, "continued": CONTINUE}.items()
+    }
+    assert "".join(tokens["whole"].json()["token_strs"]) == "user:hello|assistant:It is|"
+    assert "".join(tokens["continued"].json()["token_strs"]) == "user:hello|assistant:It is"
+    count = (await writer.post("/v1/messages/count_tokens", json={"model": "base", "messages": chat})).json()
+    assert count["input_tokens"] == tokens["continued"].json()["count"]
+    fields: dict[str, Any] = {"model": "base", "messages": chat, "max_tokens": 4, "temperature": 0}
+    message = (await writer.post("/v1/messages", json=fields)).json()
+    continued = (await writer.post("/v1/chat/completions", json=fields | CONTINUE)).json()
+    assert continued["usage"]["prompt_tokens"] == count["input_tokens"]
+    assert message["content"][0]["text"] == continued["choices"][0]["message"]["content"]
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}]}
+    assert (await writer.post("/v1/messages", json=fields | {"messages": [*HELLO, called]})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "fields", "words"),
+    [
+        ({"content": "It is"}, {"add_generation_prompt": True}, "needs add_generation_prompt: false"),
+        ({"content": None}, {}, "with content"),
+        (
+            {"content": "a", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+            {},
+            "without tool_calls",
+        ),
+        ({"content": '{"b'}, {"guided_json": SCHEMA}, "not the beginning of an answer that guided_json allows"),
+        ({"content": "no"}, {"guided_choice": ["yes"]}, "not the beginning of an answer that guided_choice allows"),
+    ],
+)
+async def test_what_cannot_be_continued_is_refused(
+    writer: httpx.AsyncClient, message: dict[str, Any], fields: dict[str, Any], words: str
+) -> None:
+    messages = [*HELLO, {"role": "assistant"} | message]
+    answer = await writer.post("/v1/chat/completions", json={"model": "base", "messages": messages} | CONTINUE | fields)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+async def test_white_space_before_a_continuation_is_refused_on_messages(writer: httpx.AsyncClient) -> None:
+    chat = [*HELLO, {"role": "assistant", "content": "It is "}]
+    answer = await writer.post("/v1/messages", json={"model": "base", "messages": chat, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "white space" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prefix", ["", "{", '{"a": ', '{"a":tru', '{ "a"\n:true', '{"a": true}'])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_continued_answer_follows_its_schema(writer: httpx.AsyncClient, prefix: str, is_stream: bool) -> None:
+    chat = [*HELLO, {"role": "assistant", "content": prefix}]
+    fields: dict[str, Any] = {
+        "model": "base",
+        "messages": chat,
+        "max_tokens": 60,
+        "temperature": 0,
+        "stream": is_stream,
+    }
+    output = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    routes = [("/v1/chat/completions", CONTINUE | {"guided_json": SCHEMA}), ("/v1/messages", output)]
+    for route, more in routes[: 1 if prefix.endswith(" ") else 2]:
+        answer = await writer.post(route, json=fields | more)
+        assert answer.status_code == 200, answer.text
+        text = streamed_text(answer.text) if is_stream else whole_text(answer.json())
+        assert isinstance(json.loads(prefix + text)["a"], bool)
+
+
+def whole_text(body: dict[str, Any]) -> str:
+    if "choices" in body:
+        return str(body["choices"][0]["message"]["content"])
+    return "".join(block["text"] for block in body["content"])
+
+
+def streamed_text(events: str) -> str:
+    text = ""
+    for line in events.splitlines():
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            delta = event["choices"][0]["delta"] if event.get("choices") else event.get("delta", {})
+            text += delta.get("content") or delta.get("text") or ""
+    return text
+
+
+LM_EVAL = {"model": "base", "prompt": [[21, 22, 23], [24]], "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+async def test_an_echo_has_the_log_probabilities_of_the_prompt(writer: httpx.AsyncClient, max_tokens: int) -> None:
+    body = (await writer.post("/v1/completions", json=LM_EVAL | {"max_tokens": max_tokens})).json()
+    assert body["usage"]["completion_tokens"] == 2 * max_tokens
+    for prompt, choice in zip(LM_EVAL["prompt"], body["choices"], strict=True):  # type: ignore[call-overload]
+        found = choice["logprobs"]
+        assert {len(values) for values in found.values()} == {len(prompt) + max_tokens}
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        assert all(value <= 0 for value in found["token_logprobs"][1:])
+        for token, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True):
+            assert token in top
+        assert choice["text"] == "".join(found["tokens"])
+        assert [choice["text"][at] for at in found["text_offset"]] == [token[0] for token in found["tokens"]]
+        assert choice["finish_reason"] == "length"
+
+
+async def test_a_streamed_echo_has_the_same_log_probabilities(writer: httpx.AsyncClient) -> None:
+    fields = LM_EVAL | {"prompt": [21, 22, 23], "max_tokens": 3}
+    whole = (await writer.post("/v1/completions", json=fields)).json()["choices"][0]["logprobs"]
+    streamed: dict[str, list[Any]] = {name: [] for name in whole}
+    for line in (await writer.post("/v1/completions", json=fields | {"stream": True})).text.splitlines():
+        if line.startswith("data: {"):
+            for name, values in (json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"] or {}).items():
+                streamed[name] += values
+    assert streamed == whole
+
+
+async def test_prompt_logprobs_have_vllms_shape(writer: httpx.AsyncClient) -> None:
+    fields: dict[str, Any] = {
+        "model": "base",
+        "prompt": [21, 22, 23],
+        "temperature": 0,
+        "max_tokens": 1,
+        "prompt_logprobs": 2,
+    }
+    body = (await writer.post("/v1/completions", json=fields)).json()
+    chat = (
+        await writer.post(
+            "/v1/chat/completions", json={"model": "base", "messages": HELLO, "max_tokens": 1, "prompt_logprobs": 0}
+        )
+    ).json()
+    assert chat["prompt_logprobs"][0] is None
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in chat["prompt_logprobs"][1:])
+    first, *others = body["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for token_id, entry in zip((22, 23), others, strict=True):
+        assert set(entry[str(token_id)]) == {"logprob", "rank", "decoded_token"}
+        assert {1, 2} <= {each["rank"] for each in entry.values()}
+    legacy = (await writer.post("/v1/completions", json=fields | {"echo": True, "logprobs": 0, "max_tokens": 0})).json()
+    values = legacy["choices"][0]["logprobs"]["token_logprobs"]
+    assert values == [None, others[0]["22"]["logprob"], others[1]["23"]["logprob"]]
+    assert [len(top) for top in legacy["choices"][0]["logprobs"]["top_logprobs"][1:]] == [1, 1]
+    assert legacy["choices"][0]["prompt_logprobs"] == body["choices"][0]["prompt_logprobs"]
+
+
+async def test_log_probabilities_of_prompts_are_limited_before_they_are_computed(writer: httpx.AsyncClient) -> None:
+    body = {"model": "base", "prompt": [[21] * 900] * 60, "max_tokens": 1, "prompt_logprobs": 20}
+    answer = await writer.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "log-probabilities are returned at once" in answer.json()["error"]["message"]
 
 
 async def test_hundreds_of_tools_are_accepted(writer: httpx.AsyncClient) -> None:

@@ -124,7 +124,8 @@ FIELDS = (
     ("/v1/chat/completions", {"adapters": [{"name": "base"}]}), ("/v1/chat/completions", {"seed": "x"}),
     ("/v1/completions", {"prompt": [-1]}), ("/v1/completions", {"prompt": [[1], "x"]}),
     ("/v1/completions", {"prompt": [1000]}), ("/v1/completions", {"prompt": "x" * 500}),
-    ("/v1/completions", {"max_token": 1}), ("/v1/completions", {"echo": True, "logprobs": 1}),
+    ("/v1/completions", {"max_token": 1}), ("/v1/completions", {"max_tokens": 0}),
+    ("/v1/completions", {"prompt_logprobs": 100}), ("/v1/completions", {"prompt_logprobs": 1, "stream": True}),
     ("/v1/embeddings", {"input": []}), ("/v1/embeddings", {"input": ""}), ("/v1/embeddings", {"dimensions": 10**6}),
     ("/v1/embeddings", {"pooling": "median"}), ("/v1/responses", {"background": True}),
     ("/v1/responses", {"previous_response_id": "nope"}), ("/v1/responses", {"max_output_tokens": 1000}),
@@ -202,7 +203,7 @@ async def answers_of(clients: Clients) -> dict[str, tuple[int, Any]]:
         await send("null", method, path, json=None)
         await send("unknown field", method, path, json={**body, "qzx": 1})
         await send("too long", method, path, content=b" " * 20_001, headers={"Content-Type": "application/json"})
-        await send("compressed", method, path, json=body, headers={"Content-Encoding": "gzip"})
+        await send("compressed", method, path, json=body, headers={"Content-Encoding": "br"})
         await send("a form's type", method, path, content=b"{}", headers={"Content-Type": "text/plain"})
         for field in body:
             await send(f"without {field}", method, path, json={k: v for k, v in body.items() if k != field})

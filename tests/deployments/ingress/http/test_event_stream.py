@@ -6,17 +6,20 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import AsyncGenerator, Iterator, MutableMapping
 from typing import Any
 
 import pytest
 
+from app.deployments.ingress.dispatch import generation_task
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.http import event_stream, request_lifecycle
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import CompletionRequest
-from app.engine.errors import AdapterWriteFailed
+from app.deployments.ingress.serializers.detokenizer import TextDelta, text_deltas
+from app.engine.errors import AdapterWriteFailed, QueueFull
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.dispatch.test_dispatcher import until
 
@@ -169,3 +172,68 @@ async def test_a_client_that_leaves_while_it_asks_is_no_error_of_ours(
 async def test_errors_are_counted_under_the_route_of_answers(service: Service, route: str, label: str) -> None:
     await Client(service, route, b"{").answered
     assert service.observed == [(label, 400)]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_headers_and_comments_precede_a_first_token_that_takes_long(
+    service: Service, monkeypatch: pytest.MonkeyPatch, route: str, fails: bool
+) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(request_lifecycle, "REFUSAL_S", 0.01)
+    goes_on = asyncio.Event()
+
+    async def slow(*args: Any, **kwargs: Any) -> AsyncGenerator[TextDelta]:
+        async for delta in text_deltas(*args, **kwargs):
+            await goes_on.wait()
+            if fails:
+                raise AdapterWriteFailed("the device lost it")
+            yield delta
+
+    monkeypatch.setattr(generation_task, "text_deltas", slow)
+    fields: dict[str, Any] = {
+        "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+        "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    }.get(route, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
+    client = Client(service, route, json.dumps({"model": "base", "stream": True} | fields).encode())
+    try:
+        await until(lambda: len(client.events) >= 3)
+        assert client.status == 200
+        if route in ("/v1/completions", "/v1/chat/completions"):
+            assert set(client.events) == {event_stream.KEEP_ALIVE}
+        goes_on.set()
+        await client.answered
+        text = b"".join(client.events).decode()
+        assert ("error" in text and "the device lost it" in text) is fails
+        comments_end = text.rindex(": keep-alive") if ": keep-alive" in text else 0
+        assert "data: " in text[comments_end:]
+    finally:
+        client.leaves.set()
+
+
+async def test_a_refusal_before_admission_has_its_status(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any, **__: Any) -> AsyncGenerator[TextDelta]:
+        await asyncio.sleep(0.02)
+        raise QueueFull("full")
+        yield TextDelta("")
+
+    monkeypatch.setattr(generation_task, "text_deltas", refused)
+    client = Client(service, "/v1/completions", json.dumps(BODY | {"model": "base", "stream": True}).encode())
+    await client.answered
+    assert client.status == 429
+    client.leaves.set()
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_every_event_may_have_the_usage_so_far(service: Service, include_usage: bool) -> None:
+    options = {"include_usage": include_usage, "continuous_usage_stats": True}
+    body = BODY | {"model": "base", "max_tokens": 4, "stream": True, "stream_options": options}
+    client = Client(service, "/v1/completions", json.dumps(body).encode())
+    await client.answered
+    client.leaves.set()
+    lines = [json.loads(event.removeprefix(b"data: ")) for event in client.events if not event.endswith(b"[DONE]\n\n")]
+    counts = [line["usage"]["completion_tokens"] for line in lines]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert all(line["usage"]["prompt_tokens"] == 2 for line in lines)
+    assert (not lines[-1]["choices"]) is include_usage

@@ -33,7 +33,7 @@ async def test_a_first_event_without_a_client_closes_the_events() -> None:
             raise AssertionError
 
     source = events()
-    asking = asyncio.create_task(first_event(cast(Request, Waiting()), source))
+    asking = asyncio.create_task(first_event(cast(Request, Waiting()), source, asyncio.Event()))
     await has_come.wait()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

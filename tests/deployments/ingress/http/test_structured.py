@@ -102,11 +102,11 @@ async def test_what_is_refused_says_where(writer: httpx.AsyncClient, fields: Any
     assert words in error["message"]
 
 
-async def test_a_suffix_and_an_echo_with_logprobs_are_refused_with_a_reason(writer: httpx.AsyncClient) -> None:
+async def test_a_suffix_is_refused_with_a_reason(writer: httpx.AsyncClient) -> None:
     body = {"model": "base", "prompt": "x"}
     for fields, words in (
         ({"suffix": "y"}, "fill in the middle"),
-        ({"echo": True, "logprobs": 1}, "without log-probabilities"),
+        ({"max_tokens": 0}, "needs echo or prompt_logprobs"),
     ):
         answer = await writer.post("/v1/completions", json=body | fields)
         assert answer.status_code == 400

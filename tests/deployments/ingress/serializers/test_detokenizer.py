@@ -139,3 +139,52 @@ async def test_a_chunk_s_error_is_raised() -> None:
         await deltas(Source([TokenChunk("r", finish_reason="error", error=error)]))
     with pytest.raises(EngineFailure):
         await deltas(Source([TokenChunk("r", finish_reason="error")]))
+
+
+#: 200: <|end|>, 201: <x>, both without text.
+SPECIALS = {200: "<|end|>", 201: "<x>"}
+
+
+class Hiding(Bytes):
+    """Leaves special tokens out."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return super().push([token_id for token_id in token_ids if token_id not in SPECIALS])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("token_ids", "stops", "text", "stop"),
+    [
+        ([*b"ab", 200, *b"c"], ["<|end|>"], "ab", "<|end|>"),
+        ([*b"ab<|end|>c"], ["<|end|>"], "ab", "<|end|>"),
+        ([*b"ab", 201, 200, *b"c"], ["<x><|end|>"], "ab", "<x><|end|>"),
+        ([*b"ab", 200, *b"cd"], ["b<|end|>c"], "a", "b<|end|>c"),
+        ([*b"ab", 200, *b"cd"], ["b<|end|>d", "z"], "abcd", None),
+        ([*b"ab", 201, *b"cd"], ["<|end|>", "cd<x>"], "abcd", None),
+        ([201, 201, 200, *b"a"], ["<|end|>"], "", "<|end|>"),
+    ],
+)
+async def test_stop_strings_may_have_special_tokens(
+    size: int, token_ids: list[int], stops: list[str], text: str, stop: str | None
+) -> None:
+    async def source() -> AsyncGenerator[TokenChunk]:
+        for start in range(0, len(token_ids), size):
+            is_last = start + size >= len(token_ids)
+            yield TokenChunk(
+                "r", token_ids=tuple(token_ids[start : start + size]), finish_reason="length" if is_last else None
+            )
+
+    specials = {token_id: text for token_id, text in SPECIALS.items() if any(text in each for each in stops)}
+    found = [delta async for delta in text_deltas(source(), Hiding(), stops, specials)]
+    assert "".join(delta.text for delta in found) == text
+    assert found[-1].stop == stop
+    assert found[-1].finish_reason == ("length" if stop is None else "stop")
+
+
+async def test_an_end_of_sequence_token_may_complete_a_stop_string() -> None:
+    async def source() -> AsyncGenerator[TokenChunk]:
+        yield TokenChunk("r", token_ids=(*b"ab", 200), finish_reason="stop", matched_stop=200)
+
+    found = [delta async for delta in text_deltas(source(), Hiding(), ["<|end|>"], {200: "<|end|>"})]
+    assert ("".join(delta.text for delta in found), found[-1].stop) == ("ab", "<|end|>")

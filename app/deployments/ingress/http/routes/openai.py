@@ -82,7 +82,7 @@ async def _respond(
         return Response(found, media_type="application/json", headers=headers)
     events = _events(task, serializer)
     with observe_if_cancelled(service, route, task):
-        first = await first_event(request, events)
+        first = await first_event(request, events, task.progress.assigned)
     return EventStream(first, events, lambda status: service.observe(route, status, task), headers)
 
 
