@@ -24,6 +24,7 @@ from tests.fakes import fake_adapter, fake_request
 from tests.seeds import rng
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
 def test_adapters_equal_peft_beside_the_base_in_chunks(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
