@@ -189,6 +189,10 @@ class VllmEngine(Engine):
             )
         if sampling.grammar and request.resume_token_ids:
             raise NotReady("an answer with a grammar cannot be continued after its engine has ended; send it again")
+        if sampling.prompt_logprobs is not None:
+            raise UnsupportedField("engine.vllm returns no log-probabilities of prompts", param="prompt_logprobs")
+        if sampling.grammar_prefix:
+            raise UnsupportedField("engine.vllm continues no message with a grammar", param="continue_final_message")
         if sampling.grammar:
             lark_of(sampling.grammar)
         super().submit(request, adapter)

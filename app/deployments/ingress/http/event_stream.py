@@ -30,7 +30,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        first: asyncio.Future[bytes],
+        first: bytes | asyncio.Future[bytes],
         events: AsyncGenerator[bytes],
         on_end: Callable[[int], None],
         headers: Mapping[str, str],
@@ -53,8 +53,9 @@ class EventStream(StreamingResponse):
             if self._failure is not None:
                 scope.setdefault("state", {})["failure"] = self._failure
             self._on_end(self._status)
-            self._first.cancel()
-            await asyncio.gather(self._first, return_exceptions=True)
+            if isinstance(self._first, asyncio.Future):
+                self._first.cancel()
+                await asyncio.gather(self._first, return_exceptions=True)
             await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
@@ -79,6 +80,8 @@ class EventStream(StreamingResponse):
 
     async def _awaited_first(self, send: Send) -> bytes:
         """The first event; comments until then keep the connection open."""
+        if isinstance(self._first, bytes):
+            return self._first
         while not self._first.done():
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             await asyncio.wait((self._first,), timeout=KEEP_ALIVE_S)

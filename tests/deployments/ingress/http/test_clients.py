@@ -442,7 +442,7 @@ async def test_prompt_logprobs_have_vllms_shape(writer: httpx.AsyncClient) -> No
 
 
 async def test_log_probabilities_of_prompts_are_limited_before_they_are_computed(writer: httpx.AsyncClient) -> None:
-    body = {"model": "base", "prompt": [[21] * 900] * 60, "max_tokens": 1, "prompt_logprobs": 20}
+    body = {"model": "base", "prompt": [21] * 900, "n": 60, "max_tokens": 1, "prompt_logprobs": 20}
     answer = await writer.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert "log-probabilities are returned at once" in answer.json()["error"]["message"]

@@ -164,7 +164,7 @@ def test_a_template_that_left_the_interpreters_sandbox_still_reaches_nothing(
     """The process gets another program: one that does as it likes where it would render."""
     (victim := tmp_path / "victim").write_text("whole")
     source = Path(module.__file__).read_text()
-    changed = source.replace("def _render(question: Mapping[str, Any]) -> str:\n", f"{_HEAD}    {attempt}\n")
+    changed = source.replace("def _render(question: Mapping[str, Any]) -> UserText:\n", f"{_HEAD}    {attempt}\n")
     assert changed != source
     (tmp_path / "main.py").write_text(changed.replace("VICTIM", repr(str(victim))))
     python = tmp_path / "python"
