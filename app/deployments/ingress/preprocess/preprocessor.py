@@ -140,7 +140,7 @@ class RequestPreprocessor:
             takes_long = body.tools or body.has_grammar
             requested, tools = await asyncio.to_thread(make) if takes_long else make()
             if requested is not None and body.continue_final_message:
-                requested = await asyncio.to_thread(self.tokenizer.continued, requested, body.messages[-1].text)
+                requested = await asyncio.to_thread(self.tokenizer.continuation, requested, body.messages[-1].text)
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._task(

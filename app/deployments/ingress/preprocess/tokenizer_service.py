@@ -140,7 +140,7 @@ class TokenizerService:
         with self._lock:
             _remember(self._checked, requested.grammar, None)
 
-    def continued(self, requested: RequestedGrammar, prefix: str) -> RequestedGrammar:
+    def continuation(self, requested: RequestedGrammar, prefix: str) -> RequestedGrammar:
         """The grammar of an answer that begins with `prefix`. JSON in the prefix may have any white space; the rest
         then may, too. `check_grammar` reports a prefix that does not fit. Takes milliseconds; thread-safe."""
         if not prefix:

@@ -106,15 +106,15 @@ class _SpecialStops:
         if not self._char_of:
             text, stop = self.matcher.push(self._decoder.push(token_ids))
             return text, stop
-        text, stop = self._found("".join(map(self._text_of, token_ids)))
+        text, stop = self._match("".join(map(self._text_of, token_ids)))
         if stop is None and end_id in self._char_of:
-            tail, stop = self._found(self._char_of[end_id])
+            tail, stop = self._match(self._char_of[end_id])
             text += tail
         return text, stop
 
     def flush(self) -> tuple[str, str | None]:
         """The rest, as from `push`: the answer has ended."""
-        tail, stop = self._found(self._decoder.flush())
+        tail, stop = self._match(self._decoder.flush())
         return (tail if stop is not None else tail + self.matcher.finish().translate(self._shown)), stop
 
     def _text_of(self, token_id: int) -> str:
@@ -124,7 +124,7 @@ class _SpecialStops:
         self._shown[ord(char)] = text
         return char
 
-    def _found(self, text: str) -> tuple[str, str | None]:
+    def _match(self, text: str) -> tuple[str, str | None]:
         safe, stop = self.matcher.push(text)
         return safe.translate(self._shown), None if stop is None else self._original[stop]
 

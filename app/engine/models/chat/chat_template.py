@@ -22,7 +22,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.engine.errors import CheckpointError, InvalidRequest
 from app.engine.models.chat.tool_call_formats import supports_tools, with_tools
-from app.engine.models.chat.user_text import UserText, concat, marked, result_of, str_join, text_of, to_json, tracked
+from app.engine.models.chat.user_text import (
+    UserText,
+    concat,
+    mark_text,
+    result_of,
+    str_join,
+    text_of,
+    to_json,
+    track_text,
+)
 
 #: Variables that a client may not set, besides the model's special tokens and the functions of templates: variables
 #: that are set here, and parameters of transformers' own rendering function.
@@ -71,17 +80,17 @@ class ChatTemplate:
         """
         # As in transformers, null keys are left out, so that no template writes "None".
         conversation: list[dict[str, Any]] = [
-            {key: value if key == "role" else marked(value) for key, value in message.items() if value is not None}
+            {key: value if key == "role" else mark_text(value) for key, value in message.items() if value is not None}
             for message in messages
         ]
-        tools = None if tools is None else marked(tools)
+        tools = None if tools is None else mark_text(tools)
         if tools is not None and not supports_tools(self.source):
             conversation, tools = with_tools(conversation, tools), None
         if continue_final_message:
             conversation[-1] = conversation[-1] | {"content": conversation[-1].get("content", "") + _TAG}
         variables = {
             **self._special_tokens,
-            **{name: marked(value) for name, value in (extra or {}).items()},
+            **{name: mark_text(value) for name, value in (extra or {}).items()},
             "messages": conversation,
             "tools": tools,
             "documents": None,
@@ -198,7 +207,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals.update(_FUNCTIONS)
     filters = environment.filters
     known = {name: each for name, each in filters.items() if name not in _CHOOSING}
-    filters.update({name: tracked(each, is_exact=name in _EXACT) for name, each in known.items()})
+    filters.update({name: track_text(each, is_exact=name in _EXACT) for name, each in known.items()})
     filters.update({"tojson": to_json, "join": _join, "safe": text_of, "string": text_of})
     return environment
 

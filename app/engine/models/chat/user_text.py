@@ -85,20 +85,20 @@ class UserText(str):
         return self._cut(0, len(str.removesuffix(self, suffix)))
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[UserText]:  # type: ignore[override]
-        return self._located(str.split(self, sep, maxsplit), None if sep is None else len(sep))
+        return self._pieces(str.split(self, sep, maxsplit), None if sep is None else len(sep))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[UserText]:  # type: ignore[override]
-        return self._located(str.rsplit(self, sep, maxsplit), None if sep is None else len(sep))
+        return self._pieces(str.rsplit(self, sep, maxsplit), None if sep is None else len(sep))
 
     def splitlines(self, keepends: bool = False) -> list[UserText]:  # type: ignore[override]
-        return self._located(str.splitlines(self, keepends))
+        return self._pieces(str.splitlines(self, keepends))
 
     def partition(self, sep: str) -> tuple[UserText, UserText, UserText]:
-        before, found, behind = self._located(str.partition(self, sep))
+        before, found, behind = self._pieces(str.partition(self, sep))
         return before, found, behind
 
     def rpartition(self, sep: str) -> tuple[UserText, UserText, UserText]:
-        before, found, behind = self._located(str.rpartition(self, sep))
+        before, found, behind = self._pieces(str.rpartition(self, sep))
         return before, found, behind
 
     def join(self, parts: Iterable[str]) -> UserText:
@@ -115,12 +115,12 @@ class UserText(str):
         return UserText(new, None if isinstance(new, UserText) else ()).join(self.split(old, count))
 
     def upper(self) -> UserText:
-        return self._changed(str.upper(self))
+        return self._with_text(str.upper(self))
 
     def lower(self) -> UserText:
-        return self._changed(str.lower(self))
+        return self._with_text(str.lower(self))
 
-    def _changed(self, text: str) -> UserText:
+    def _with_text(self, text: str) -> UserText:
         """The text after a change that usually keeps each character in its place."""
         return UserText(text, self._ranges if len(text) == len(self) else None)
 
@@ -128,7 +128,7 @@ class UserText(str):
         cut = [(max(first, start) - start, min(last, end) - start) for first, last in self._ranges]
         return UserText(str.__getitem__(self, slice(start, end)), [each for each in cut if each[0] < each[1]])
 
-    def _located(self, pieces: Iterable[str], gap: int | None = None) -> list[UserText]:
+    def _pieces(self, pieces: Iterable[str], gap: int | None = None) -> list[UserText]:
         """Pieces of this text in their order, each with its ranges. `gap`: characters between two of them; None: any
         that are in no piece."""
         found, position = [], 0
@@ -168,13 +168,13 @@ def text_of(value: object) -> str:
     return value if isinstance(value, str) else str(result_of(str(value), value))
 
 
-def marked(value: Any) -> Any:
+def mark_text(value: Any) -> Any:
     """A value of a request, its texts and its objects' keys marked as the request's. Other values stay as they are."""
     if isinstance(value, str):
         return value if isinstance(value, UserText) else UserText(value)
     if isinstance(value, Mapping):
-        return {marked(key): marked(each) for key, each in value.items()}
-    return [marked(each) for each in value] if isinstance(value, list | tuple) else value
+        return {mark_text(key): mark_text(each) for key, each in value.items()}
+    return [mark_text(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def to_json(
@@ -191,7 +191,7 @@ def to_json(
     )
 
 
-def tracked(function: F, *, is_exact: bool) -> F:
+def track_text(function: F, *, is_exact: bool) -> F:
     """A filter of templates; if it makes text of anything but constants, all of the text is the request's.
 
     is_exact: it uses only methods of `UserText`, so a `UserText` that it returns has the right ranges.

@@ -88,7 +88,7 @@ class _Zstd:
         yield b"".join(pending)
 
 
-def decoded(scope: Scope, receive: Receive) -> Receive:
+def decode_body(scope: Scope, receive: Receive) -> Receive:
     """`receive` for a request whose body may be compressed. It raises InvalidRequest for a body that is not what its
     header says, and UnknownEncoding for an encoding that is not supported."""
     if scope["type"] != "http":

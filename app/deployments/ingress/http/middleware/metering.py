@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import BodyTimeout
-from app.deployments.ingress.http.middleware.content_encoding import decoded
+from app.deployments.ingress.http.middleware.content_encoding import decode_body
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
 from app.deployments.ingress.principal import STATE, Principal
 from app.deployments.ingress.service import IngressService
@@ -67,7 +67,7 @@ class MeteringMiddleware:
                 await self._refuse(scope, caller, error)(scope, receive, send)
                 return
             scope["state"][STATE] = caller._replace(reservation=reservation)
-        body = _Body(decoded(scope, receive), self._slow_bodies, self._payer(scope, caller), _bytes_per_call(scope))
+        body = _Body(decode_body(scope, receive), self._slow_bodies, self._payer(scope, caller), _bytes_per_call(scope))
         try:
             await self._app(scope, body.receive, send)
         finally:
