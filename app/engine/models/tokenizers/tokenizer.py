@@ -210,7 +210,7 @@ class _MarkedTokenizer:
         self._special_of = {ids[text]: token_id for text, token_id in specials.items()}
 
     def encode(self, prompt: UserText, max_tokens: int | None) -> list[int]:
-        """As `Tokenizer.encode_prompt`."""
+        """See `Tokenizer.encode_prompt`."""
         ranges, pieces, position, start = user_ranges(prompt), list[str](), 0, 0
         while (found := self._pattern.search(prompt, start)) is not None:
             if _touches(ranges, *found.span()):
