@@ -114,8 +114,9 @@ class ChatSerializer:
 
     def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
         """A stream event; `offsets` belongs to this choice and is passed to all of its events."""
-        found = self._with_prompt(index, delta) if offsets.is_at_start else delta.logprobs
-        offsets.is_at_start = False
+        found: Sequence[TokenLogprobs] = delta.logprobs
+        if self.num_echo_logprobs is not None and offsets.is_at_start:
+            found, offsets.is_at_start = self._with_prompt(index, delta), False
         logprobs = self._logprobs(found, offsets)
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if self.is_chat:
