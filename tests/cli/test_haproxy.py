@@ -372,7 +372,7 @@ async def test_a_long_body_that_stops_arriving_is_cut(write: Write, clients: Cli
         assert reader is not None
         async with asyncio.timeout(30):
             await cut.wait()
-            assert (await reader.read()).startswith(b"HTTP/1.1 400 "), "and closed"
+            assert await reader.read() == b"", "closed: HAProxy could answer only in HTML"
 
 
 async def test_a_method_without_a_body_has_none_or_a_short_one(write: Write) -> None:
