@@ -32,7 +32,7 @@ SMALLEST: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (GenerateBody, {"text": "hi"}),
     (GenerateSampling, {}),
     (StreamOptions, {}),
-    (RegisterAdapterBody, {"name": "a"}),
+    (RegisterAdapterBody, {}),
     (LoadLoraBody, {"lora_model": "a"}),
     (ConfigureAdapterBody, {}),
     (RollbackBody, {}),

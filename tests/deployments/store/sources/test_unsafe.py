@@ -198,7 +198,7 @@ async def test_paths_that_lead_outside(store: Store, tmp_path: Path, tmp_path_fa
             await store.register("attack", source)
     with pytest.raises(NotFound):
         await store.register("attack", "none")
-    for name in ("../x", "a/b", "base:../..", "", "x\n", "é"):
+    for name in ("../x", "a//b", "base:../..", "", "x\n", "é"):
         with pytest.raises(PolyloraError):
             await store.register(name, "original")
     assert store.entries() == []
