@@ -15,9 +15,6 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from app.config import DIGEST, SECRETS_KEY
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
 
@@ -118,6 +115,8 @@ class SecretCipher:
         secret = environ.get(SECRETS_KEY)
         if secret and not is_unguessable(secret):
             raise ConfigError(f"{SECRETS_KEY} could be guessed; take 32 random bytes: openssl rand -hex 32")
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # heavy, and only the store encrypts
+
         self._cipher = AESGCM(hmac.digest(secret.encode(), b"polylora secrets", "sha256")) if secret else None
 
     def encrypt(self, value: str, context: str) -> str:
@@ -129,6 +128,8 @@ class SecretCipher:
 
     def decrypt(self, text: str, context: str) -> str:
         """Raises NotReady if this key is not the one that it was encrypted by."""
+        from cryptography.exceptions import InvalidTag
+
         sealed = base64.b64decode(text)
         try:
             if self._cipher is None:
