@@ -81,8 +81,13 @@ def uses() -> Iterator[Use]:
 
 
 #: `tools.tool_grammar` splits at the model's own special tokens. `patterns` runs an adapter's own patterns, of any cost, in
-#: a process of the adapter's reader and with a limit on processor time.
-LOCAL = ("app/deployments/ingress/preprocess/tools.py:", "app/engine/adapters/formats/patterns.py:")
+#: a process of the adapter's reader and with a limit on processor time. `tokenizer` finds a model's special tokens, which
+#: are escaped.
+LOCAL = (
+    "app/deployments/ingress/preprocess/tools.py:",
+    "app/engine/adapters/formats/patterns.py:",
+    "app/engine/models/tokenizers/tokenizer.py:",
+)
 
 
 def sample(items: Any) -> str:

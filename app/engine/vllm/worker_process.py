@@ -37,7 +37,7 @@ Frame = dict[str, Any]
 
 _LEVEL = re.compile(r"^(?:\(.{1,60}?\) ?)?(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 #: The last line of a traceback.
-_EXCEPTION = re.compile(r"((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception)\b: .*)")
+_EXCEPTION = re.compile(r"\b([A-Z]\w*(?:Error|Exception): .*)")
 _NO_MEMORY = re.compile(
     r"out of memory|No available memory|larger than the (?:available|maximum)|less than desired", re.IGNORECASE
 )

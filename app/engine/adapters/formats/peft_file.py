@@ -28,7 +28,7 @@ _OLDER_MAGNITUDE = f"{MAGNITUDE}.weight"
 #: Tensors saved with a module of modules_to_save that PEFT does not load.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
 #: State of training methods (VeLoRA, MonteCLoRA) that PEFT saves along and does not use in an evaluation.
-_TRAINING_STATE = re.compile(r".+\.lora_(velora_embed|monteclora_sampler(\.\w+)+)")
+_TRAINING_STATE = re.compile(r"velora_embed|monteclora_sampler[.\w]+")
 _MAX_REPORTED = 10
 
 
@@ -58,7 +58,7 @@ def sort_tensors(tensors: Mapping[str, RawTensor]) -> PeftTensors:
         name = found.names.plain[full_name]
         if name.endswith(_OLDER_MAGNITUDE):
             name = name.removesuffix(".weight")
-        if _TRAINING_STATE.fullmatch(name):
+        if _TRAINING_STATE.fullmatch(name.rpartition(".lora_")[2]):
             continue
         suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
         if suffix is None:
