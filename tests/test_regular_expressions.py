@@ -80,9 +80,8 @@ def uses() -> Iterator[Use]:
             yield from (Use(place, found, method) for method in sorted(called))
 
 
-#: `tools.tool_grammar` splits at the model's own special tokens. `patterns` runs an adapter's own patterns, of any cost, in
-#: a process of the adapter's reader and with a limit on processor time. `tokenizer` finds a model's special tokens, which
-#: are escaped.
+#: `tools.tool_grammar` splits at the model's own special tokens; `tokenizer` finds them, escaped. `patterns` runs an
+#: adapter's own patterns, of any cost, in a process of the adapter's reader and with a limit on processor time.
 LOCAL = (
     "app/deployments/ingress/preprocess/tools.py:",
     "app/engine/adapters/formats/patterns.py:",
