@@ -80,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave nightly tests to `--long`, or take only them. Where workers share tests, say which begin."""
+    if not nightly.has_vllm():
+        _select(config, items, lambda item: item.get_closest_marker("vllm") is None)
     if config.getoption("--nightly"):
         _select(config, items, lambda item: nightly.is_nightly(item) or nightly.goes_on_longer(item.path))
     elif not config.getoption("--long"):
@@ -113,12 +115,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 
 def pytest_report_header() -> list[str]:
-    """The seed, and which databases the registry's tests run on: a run without a server says so."""
+    """The seed, which databases the registry's tests run on, and whether vLLM is tested: a run says what it omits."""
     folder = find_postgres()
     found = (
         f"postgresql ({folder})" if folder else "NOT postgresql: no server found (Debian: apt-get install postgresql)"
     )
-    return [f"random data: --seed {run_seed()}", f"registry databases: sqlite, {found}"]
+    vllm = os.environ[nightly.VLLM_PYTHON] if nightly.has_vllm() else f"left out: {nightly.VLLM_PYTHON} is not set"
+    return [f"random data: --seed {run_seed()}", f"registry databases: sqlite, {found}", f"tests of vLLM: {vllm}"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -26,6 +26,13 @@ NOT_REACHED = "not reached"
 #: What a test may take that the file of durations does not list, times what it lists of the others.
 UNLISTED_S, MARGIN = 30.0, 1.5
 
+#: The variable that names the interpreter of an environment with vLLM, for tests marked `vllm`.
+VLLM_PYTHON = "POLYLORA_VLLM_PYTHON"
+
+
+def has_vllm() -> bool:
+    return bool(os.environ.get(VLLM_PYTHON))
+
 
 def is_nightly(item: pytest.Item) -> bool:
     return item.get_closest_marker("nightly") is not None

@@ -25,8 +25,8 @@ TEMPLATE = (
 )
 
 
-def save_tiny_model(folder: Path, *, max_positions: int = 1024, seed: int = 0) -> None:
-    """A two-layer Llama and a byte-level BPE of some 400 tokens."""
+def save_tiny_model(folder: Path, *, max_positions: int = 1024, seed: int = 0, num_heads: int = HEADS) -> None:
+    """A two-layer Llama and a byte-level BPE of some 400 tokens. `num_heads` divides the same widths."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,8 +46,8 @@ def save_tiny_model(folder: Path, *, max_positions: int = 1024, seed: int = 0) -
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads * KV_HEADS // HEADS,
         max_position_embeddings=max_positions,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -32,7 +32,7 @@ from tests.engine.running import (
     write_model,
 )
 
-ENGINES = ["cpu", "fake", pytest.param("vllm", marks=pytest.mark.nightly)]
+ENGINES = ["cpu", "fake", pytest.param("vllm", marks=[pytest.mark.nightly, pytest.mark.vllm])]
 PROMPT = (5, 6, 7, 8)
 
 

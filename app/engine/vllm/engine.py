@@ -335,7 +335,10 @@ class VllmEngineThread(EngineThread):
 
 
 def lark_of(grammar: str) -> str:
-    """A grammar's Lark text, which vLLM takes, from llguidance's JSON. UnsupportedField for several in one."""
+    """A grammar's Lark text, which vLLM takes, from llguidance's JSON or from Lark, which tools' grammars are.
+    UnsupportedField for several in one."""
+    if not grammar.startswith("{"):
+        return grammar
     grammars = json.loads(grammar)["grammars"]
     if len(grammars) != 1:
         raise UnsupportedField("engine.vllm takes one grammar per request", param="structured_outputs")

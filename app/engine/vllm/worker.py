@@ -229,8 +229,11 @@ def _logprobs(completion: Any, num_logprobs: int | None) -> list[Any]:
 async def run(connection: Connection, arguments: Frame) -> None:
     """Load the model, say `ready`, and serve."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if current_platform.is_cpu():  # the processes that compute find it, as they have this one's path
+        arguments = {"worker_extension_cls": "cpu_lora.CpuLora"} | arguments
     usage = Usage()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[usage.logger()])
     try:

@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -116,9 +118,20 @@ class WorkerProcess:
             self._socket.sendall(len(packed).to_bytes(4, "big") + packed)
 
     def kill(self) -> None:
-        """End the process and all that it has started, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and all that it has started, at once.
+
+        Python's resource tracker stays where /proc shows it: it ends with the others, and removes their shared memory.
+        """
+        if not Path("/proc/self/stat").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            return
+        deadline_s = time.monotonic() + STOP_S
+        while (running := _running_in(self._process.pid)) and time.monotonic() < deadline_s:
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)  # until they have ended, and for those that they have just started
 
     def close(self) -> None:
         """Ask the process to end, and end it."""
@@ -199,3 +212,17 @@ class WorkerProcess:
                 if found := _LEVEL.match(line):
                     level = logging.getLevelNamesMapping()[found[1]]
                 logger.log(level, "%s", line)
+
+
+def _running_in(group: int) -> list[int]:
+    """Processes of a group that have not ended, but Python's resource trackers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) != group or state in "ZX":
+                continue
+            if b"multiprocessing.resource_tracker" not in (entry / "cmdline").read_bytes():
+                found.append(pid)
+    return found

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import select
 import socket
 import sys
 import time
 import zlib
 from collections import OrderedDict
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,8 @@ def main() -> None:
     if (error := worker.fake.get("start_error")) is not None:
         worker.send({"type": "failed", "kind": "arguments", "error": error})
         sys.exit(1)
+    if worker.fake.get("shared_memory"):
+        shared_memory.SharedMemory(f"polylora-test-{os.getpid()}", create=True, size=1 << 12)
     limit = start["arguments"].get("max_model_len", 256)
     sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, "vocab_size": worker.vocab_size}
     worker.send({"type": "ready", "max_model_len": limit, **sizes})

@@ -106,6 +106,25 @@ def test_an_answer_that_is_no_frame_is_a_failure(folder: Path) -> None:
     assert_all_failed(served, [served.submit((BAD,))])
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")
+def test_shared_memory_of_a_worker_that_is_ended_is_removed(folder: Path) -> None:
+    served = Served("fake", folder, garbage_on_token=BAD, shared_memory=True)
+    memory = Path(f"/dev/shm/polylora-test-{worker_pid(served)}")
+    assert memory.exists()
+    assert_all_failed(served, [served.submit((BAD,))])
+    deadline_s = time.monotonic() + 60
+    while memory.exists():
+        assert time.monotonic() < deadline_s, "Python's resource tracker removes it"
+        time.sleep(0.05)
+
+
+def test_a_grammar_of_tools_is_taken(folder: Path) -> None:
+    served = Served("fake", folder)
+    schema = '%json {"type": "object"}'
+    assert len(served.answer(PROMPT, grammar=f"start: TEXT | {schema}\nTEXT: /a+/", ignore_eos=False)) > 0
+    assert served.engine.stop(60)
+
+
 def test_a_refused_request_ends_alone(folder: Path) -> None:
     served = Served("fake", folder, refuse_on_token=BAD)
     error = served.last(served.submit((BAD,))).error

@@ -22,6 +22,7 @@ from tests.engine.running import MAX_LORAS, WAIT_S, Served, vllm_python, vllm_se
 
 pytestmark = [
     pytest.mark.nightly,
+    pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),  # not all modules are targets
 ]
