@@ -124,7 +124,7 @@ def test_what_a_client_may_not_load(service: Service) -> None:
             answer = http.post("/v1/load_lora_adapter", json={"lora_name": "mine", "lora_path": path})
             assert answer.status_code == status, (path, answer.text)
             assert answer.json()["error"]["message"]
-        for name in ("../x", "a:b", "", "tiny", "x" * 129, "a/b"):
+        for name in ("../x", "a:b", "", "tiny", "x" * 129, "a//b"):
             answer = http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "r8"})
             assert answer.status_code == 400, (name, answer.text)
         assert all(item["id"] != "mine" for item in http.get("/v1/loras").json()["data"])
