@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,21 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.request import SamplingParams
+from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.adapters.parity import save_random_adapter, tiny_model
 from tests.engine.driving import assert_as_alone, assert_empty, make_engine, run
 from tests.engine.logits_check import assert_logprobs
 from tests.fakes import fake_adapter, fake_request
 from tests.seeds import rng
+
+
+def assert_together_as_alone(engine: Engine, requests: Sequence[GenerateRequest]) -> None:
+    """Run requests of the base together; each is answered as it is alone."""
+    for request in requests:
+        engine.submit(request)
+    out = run(engine)
+    for request in requests:
+        assert_as_alone((request, None), out[request.request_id])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
@@ -56,11 +66,7 @@ def test_a_step_has_as_many_rows_of_logits_as_sequences_may_run(max_num_seqs: in
     backend.keep_batches = True
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     requests = [fake_request(f"{i}", list(range(i, i + 20)), sampling=sampling) for i in range(3)]
-    for request in requests:
-        engine.submit(request)
-    out = run(engine)
-    for request in requests:
-        assert_as_alone((request, None), out[request.request_id])
+    assert_together_as_alone(engine, requests)
     most = max(len(batch.sample_rows) for batch in backend.batches)
     assert most <= max_num_seqs
     assert max_num_seqs == 1 or most > 1
@@ -87,11 +93,7 @@ def test_a_prompt_that_was_preempted_is_scored_once() -> None:
     engine, _ = make_engine(num_kv_blocks=9, max_num_seqs=4, max_num_batched_tokens=8)
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
     requests = [fake_request(f"{i}", list(range(i, i + 26)), sampling=sampling) for i in range(4)]
-    for request in requests:
-        engine.submit(request)
-    out = run(engine)
-    for request in requests:
-        assert_as_alone((request, None), out[request.request_id])
+    assert_together_as_alone(engine, requests)
     assert_empty(engine)
 
 

@@ -22,12 +22,12 @@ const preference = (name, initial) => {
 };
 export const theme = preference("theme", "auto");
 export const zone = preference("zone", "local");
-effect(() => { document.documentElement.dataset.theme = theme.value; });
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const systemIsDark = signal(systemDark.matches);
 systemDark.addEventListener("change", event => { systemIsDark.value = event.matches; });
 /** Whether the page is dark now; canvases draw again when it changes. */
 export const isDark = computed(() => theme.value === "dark" || (theme.value === "auto" && systemIsDark.value));
+effect(() => { document.documentElement.dataset.theme = isDark.value ? "dark" : "light"; });
 
 // -- the page's route: #/adapters/sql?tab=events --
 

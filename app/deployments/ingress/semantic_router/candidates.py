@@ -36,7 +36,7 @@ _FIRST = 64
 
 
 class _Sentences(NamedTuple):
-    """The sentences of an owner's candidates: those from `starts[i]` on belong to the candidate in row `rows[i]`."""
+    """The sentences of candidates: those from `starts[i]` on belong to the candidate in row `rows[i]`."""
 
     vectors: Floats
     starts: NDArray[np.int64]
@@ -78,33 +78,18 @@ class _OwnerCandidates:
         self._stacked = None
 
     def scores(self, vector: Floats, names: Sequence[str] | None) -> Floats:
-        """The scores [N] of a prompt's vector [H] with these candidates, or with all in the order of `names`."""
-        if names is not None:
-            return np.array([self._score(vector, name) for name in names], np.float32)
-        scores: Floats = self.vectors @ vector
-        if self._sentences:
-            vectors, starts, rows = self._stack()
-            cosines = vectors @ vector
-            highest = np.maximum.reduceat(cosines, starts)
-            cosines[cosines == np.repeat(highest, np.diff(starts, append=len(cosines)))] = -1.0
-            second = np.maximum.reduceat(cosines, starts)
-            whole = scores[rows]
-            scores[rows] = (np.maximum(whole, highest) + np.maximum(np.minimum(whole, highest), second)) / 2
-        return scores
+        """The scores [N] of a prompt's vector [H] with these candidates; None: with all, as in `self.names`."""
+        if names is None:
+            if self._stacked is None:
+                self._stacked = self._stack(self.names)
+            return _scores(vector, self.vectors, self._stacked)
+        return _scores(vector, self._vectors[[self.rows[name] for name in names]], self._stack(names))
 
-    def _score(self, vector: Floats, name: str) -> float:
-        whole = self._vectors[self.rows[name]] @ vector
-        if name not in self._sentences:
-            return float(whole)
-        cosines = np.unique(self._sentences[name] @ vector)
-        return float(np.sort(np.append(cosines, whole))[-2:].mean())
-
-    def _stack(self) -> _Sentences:
-        if self._stacked is None:
-            starts = np.cumsum([0, *map(len, self._sentences.values())])[:-1]
-            rows = np.array([self.rows[name] for name in self._sentences])
-            self._stacked = _Sentences(np.concatenate([*self._sentences.values()]), starts, rows)
-        return self._stacked
+    def _stack(self, names: Sequence[str]) -> _Sentences:
+        several = {row: self._sentences[name] for row, name in enumerate(names) if name in self._sentences}
+        lengths = [*map(len, several.values())]
+        vectors = np.concatenate([*several.values()]) if several else np.zeros((0, 0), np.float32)
+        return _Sentences(vectors, np.cumsum([0, *lengths])[:-1], np.array([*several], np.int64))
 
     def pending_of(self, names: Collection[str] | None) -> list[str]:
         """Up to `MAX_TOGETHER` of these names (None: of all) that are not embedded yet."""
@@ -207,6 +192,19 @@ class Candidates:
 
     def _of(self, owner_id: str) -> _OwnerCandidates:
         return self._owners.get(owner_id) or _OwnerCandidates()
+
+
+def _scores(vector: Floats, whole: Floats, sentences: _Sentences) -> Floats:
+    """A prompt's cosine with each whole description [N, H], or the mean of its two highest where it has sentences."""
+    scores: Floats = whole @ vector
+    if len(sentences.rows):
+        cosines = sentences.vectors @ vector
+        highest = np.maximum.reduceat(cosines, sentences.starts)
+        cosines[cosines == np.repeat(highest, np.diff(sentences.starts, append=len(cosines)))] = -1.0
+        second = np.maximum.reduceat(cosines, sentences.starts)
+        of_whole = scores[sentences.rows]
+        scores[sentences.rows] = (np.maximum(of_whole, highest) + np.maximum(np.minimum(of_whole, highest), second)) / 2
+    return scores
 
 
 def _texts(name: str, description: str) -> list[str]:
