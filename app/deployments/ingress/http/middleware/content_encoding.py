@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import zstandard
@@ -71,17 +71,18 @@ class _Zstd:
         return self._has_begun and self._decoder.eof
 
     def parts(self, content: bytes) -> Iterator[bytes]:
-        pending, size = list[bytes](), 0
-        while content:
+        pending, size, start = list[bytes](), 0, 0
+        while start < len(content):
             if self._decoder.eof:  # another frame
                 self._decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
             self._has_begun = True
+            step = content[start : start + _ZSTD_STEP_BYTES]
             try:
-                pending.append(self._decoder.decompress(content[:_ZSTD_STEP_BYTES]))
+                pending.append(self._decoder.decompress(step))
             except zstandard.ZstdError as error:
                 raise ValueError(str(error)) from None
             size += len(pending[-1])
-            content = self._decoder.unused_data + content[_ZSTD_STEP_BYTES:]
+            start += len(step) - len(self._decoder.unused_data)
             if size >= PART_BYTES:
                 yield b"".join(pending)
                 pending, size = [], 0
@@ -111,37 +112,31 @@ def decode_body(scope: Scope, receive: Receive) -> Receive:
 class _DecodedBody:
     def __init__(self, receive: Receive, decoder: _Decoder, encoding: str) -> None:
         self._receive, self._decoder, self._encoding = receive, decoder, encoding
-        self._messages: AsyncGenerator[Message] | None = None
+        self._parts: Iterator[bytes] = iter(())  # of the last message
+        self._has_bytes, self._has_more, self._is_over = False, True, False
 
     async def receive(self) -> Message:
-        """The next message."""
-        if self._messages is None:
-            self._messages = self._decode()
-        async for message in self._messages:
-            return message
-        return await self._receive()
-
-    async def _decode(self) -> AsyncGenerator[Message]:
-        """The messages up to the end of the body."""
-        has_bytes = has_more = False
-        while True:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                yield message
-                return
-            content, has_more = message.get("body", b""), message.get("more_body", False)
-            has_bytes = has_bytes or bool(content)
-            try:
-                for part in self._decoder.parts(content):
-                    yield {"type": "http.request", "body": part, "more_body": True}
-                    await asyncio.sleep(0)  # other requests' turn
-                if not has_more:
-                    if has_bytes and not self._decoder.is_complete:
+        """The next message. A cancelled call loses nothing: readers with a deadline cancel one and call again."""
+        if self._is_over:
+            return await self._receive()
+        await asyncio.sleep(0)  # other requests' turn
+        try:
+            while (part := next(self._parts, None)) is None:
+                if not self._has_more:
+                    if self._has_bytes and not self._decoder.is_complete:
                         raise ValueError("its end is missing")
-                    yield {"type": "http.request", "body": b"", "more_body": False}
-                    return
-            except ValueError as error:
-                raise InvalidRequest(f"the body is not {self._encoding}: {error}") from None
+                    self._is_over = True
+                    return {"type": "http.request", "body": b"", "more_body": False}
+                message = await self._receive()
+                if message["type"] != "http.request":
+                    self._is_over = True
+                    return message
+                content, self._has_more = message.get("body", b""), message.get("more_body", False)
+                self._has_bytes = self._has_bytes or bool(content)
+                self._parts = self._decoder.parts(content)
+        except ValueError as error:
+            raise InvalidRequest(f"the body is not {self._encoding}: {error}") from None
+        return {"type": "http.request", "body": part, "more_body": True}
 
 
 def _window_bits(content: bytes) -> int:
