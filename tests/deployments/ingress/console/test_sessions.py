@@ -8,10 +8,19 @@ from typing import NamedTuple
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.requests import HTTPConnection
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.middleware.sessions import (
+    COOKIE,
+    ENVIRONMENT_KEY,
+    ConsoleSessions,
+    Session,
+)
 from app.deployments.tenancy.auth.key_crypto import key_digest
+from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
+from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
 
 CONSOLE = {"X-Polylora-Console": "1"}
@@ -123,3 +132,40 @@ async def test_a_session_ends_with_its_key(client: httpx.AsyncClient, keys: Keys
 async def test_a_session_cannot_outlive_a_week(client: httpx.AsyncClient, keys: Keys) -> None:
     answer = await client.post("/v1/session", headers=bearer(keys.admin), json={"expires_in_seconds": 8 * 86_400})
     assert answer.status_code == 400
+
+
+async def test_a_key_starts_a_session_where_an_old_one_has_ended(client: httpx.AsyncClient, keys: Keys) -> None:
+    client.cookies.set(COOKIE, f"{keys.admin_id}.9999999999.{'0' * 64}")
+    assert (await client.get("/v1/session")).status_code == 401
+    assert (await client.get("/v1/session", headers=bearer(keys.admin))).status_code == 200
+    assert (await client.post("/v1/session", json={}, headers=bearer(keys.admin))).status_code == 200
+
+
+async def test_a_session_does_not_renew_itself(client: httpx.AsyncClient, keys: Keys) -> None:
+    started = await client.post("/v1/session", json={}, headers=bearer(keys.admin))
+    assert started.status_code == 200
+    assert (await client.get("/v1/session")).json()["kind"] == "admin"
+    renewed = await client.post("/v1/session", json={})
+    assert renewed.status_code == 403, renewed.text
+    assert "set-cookie" not in renewed.headers
+
+
+async def test_a_forged_cookie_ends_no_session_while_the_store_is_away() -> None:
+    clock, secrets = 0.0, [b"secret"]
+
+    async def fetch() -> bytes:
+        if not secrets:
+            raise NotReady("the store restarts")
+        return secrets.pop()
+
+    sessions = ConsoleSessions(fetch, TenantMirror(), lambda: clock, "digest of the admin's")
+    cookie = await sessions.cookie(Session(ENVIRONMENT_KEY, 1000))
+
+    def connection(value: str) -> HTTPConnection:
+        headers = [(b"cookie", f"{COOKIE}={value}".encode()), (b"x-polylora-console", b"1")]
+        return HTTPConnection({"type": "http", "headers": headers})
+
+    clock = 100.0
+    with pytest.raises(NotReady):
+        await sessions.of(connection(f"{ENVIRONMENT_KEY}.1000.{'0' * 64}"))
+    assert await sessions.of(connection(cookie)) == Session(ENVIRONMENT_KEY, 1000)

@@ -50,9 +50,9 @@ class Authenticator:
         return self._policy.auth == "keys"
 
     def caller(self, request: HTTPConnection, session: Session | None = None) -> Principal:
-        """`session`: the console's, instead of a key. Raises InvalidApiKey."""
-        value = _request_key(request)
-        if session is not None and not value:
+        """`session`: the console's, of a request without a key. Raises InvalidApiKey."""
+        value = request_key(request)
+        if session is not None:
             return self._authenticate_session(request, session)
         if self.needs_keys or is_key(value) or self._is_environment_key(value):
             return self._authenticate_key(request, value)
@@ -124,7 +124,7 @@ def _check_url(scope: Scope) -> None:
         )
 
 
-def _request_key(request: HTTPConnection) -> str:
+def request_key(request: HTTPConnection) -> str:
     """The API key of a request, or "". The Authorization header has priority."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     value = value.strip() if kind.lower() == "bearer" else ""
@@ -154,7 +154,9 @@ class AuthMiddleware:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS and not is_console(scope["path"]):
             try:
                 connection = HTTPConnection(scope)
-                caller = self._authenticator.caller(connection, await self._sessions.of(connection))
+                # A key comes first: it starts a new session where an old one has ended.
+                session = None if request_key(connection) else await self._sessions.of(connection)
+                caller = self._authenticator.caller(connection, session)
                 _check_url(scope)
             except PolyloraError as error:
                 await error_response(self._refusal(scope, error), scope["path"])(scope, receive, send)

@@ -69,8 +69,8 @@ class ConsoleSessions:
         if hmac.compare_digest(found[3], self._mac(session, await self._current_secret())):
             return session
         if self._clock() - self._fetched_s > REFETCH_S:  # the store may have restarted since
-            self._secret = None
-            if hmac.compare_digest(found[3], self._mac(session, await self._current_secret())):
+            self._secret, self._fetched_s = await self._fetch_secret(), self._clock()  # kept if the store is away
+            if hmac.compare_digest(found[3], self._mac(session, self._secret)):
                 return session
         raise InvalidApiKey("the session has ended; sign in again")
 

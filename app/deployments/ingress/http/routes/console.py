@@ -18,6 +18,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.error_responses import WrongKeyKind
+from app.deployments.ingress.http.middleware.auth import request_key
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.middleware.sessions import COOKIE, ConsoleSessions, Session
 from app.deployments.ingress.http.request_parsing import JsonBody
@@ -108,7 +109,7 @@ def add_console_routes(app: FastAPI, service: IngressService, policy: HttpPolicy
     async def sign_in(request: Request, body: JsonBody[SessionBody]) -> Response:
         """Start a session of the web console for the API key of this request: a cookie of limited life."""
         caller = http_principal(request)
-        if not caller.key_id:
+        if not caller.key_id or not request_key(request):  # a session does not renew itself
             raise WrongKeyKind("only an API key can start a session; the management token is sent with each request")
         expires_s = int(service.accounting.clock()) + body.expires_in_seconds
         response = JSONResponse(_session_body(caller, service) | {"expires": expires_s})
