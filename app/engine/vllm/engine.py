@@ -35,8 +35,8 @@ from app.engine.vllm.scheduler import VllmScheduler, wire_id
 from app.engine.vllm.worker_process import Frame, WorkerProcess
 
 WORKER = Path(__file__).with_name("worker.py")
-#: Below this, vLLM uses this.
-MIN_TEMPERATURE = 0.01
+#: vLLM raises any positive temperature below this to this.
+_VLLM_MIN_TEMPERATURE = 0.01
 #: vLLM's seeds are signed.
 MAX_SEED = (1 << 63) - 1
 
@@ -182,9 +182,10 @@ class VllmEngine(Engine):
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
         """See `Engine.submit`. UnsupportedField for what vLLM would compute otherwise than it was asked."""
         sampling = request.sampling
-        if 0 < sampling.temperature < MIN_TEMPERATURE:
+        if 0 < sampling.temperature < _VLLM_MIN_TEMPERATURE:
             raise UnsupportedField(
-                f"temperature is {sampling.temperature} but engine.vllm takes 0 (greedy) or at least {MIN_TEMPERATURE}",
+                f"temperature is {sampling.temperature} but engine.vllm takes 0 (greedy) or at least "
+                f"{_VLLM_MIN_TEMPERATURE}",
                 param="temperature",
             )
         if sampling.grammar and request.resume_token_ids:
@@ -335,8 +336,10 @@ class VllmEngineThread(EngineThread):
 
 
 def lark_of(grammar: str) -> str:
-    """A grammar's Lark text, which vLLM takes, from llguidance's JSON or from Lark, which tools' grammars are.
-    UnsupportedField for several in one."""
+    """The Lark text that vLLM's guidance backend takes.
+
+    `grammar`: llguidance's JSON with one grammar, or Lark already. Raises UnsupportedField for JSON with several.
+    """
     if not grammar.startswith("{"):
         return grammar
     grammars = json.loads(grammar)["grammars"]

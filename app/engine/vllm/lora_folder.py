@@ -15,15 +15,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, check_features, to_float32
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.adapters.formats.safetensors_file import RawTensor, write_safetensors
+from app.engine.adapters.formats.tensor_names import PREFIX
 from app.engine.adapters.modules import layer_modules
 from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import LATENT_B
+from app.engine.models.moe_weight_layouts import mixtral_module
 from app.engine.models.spec import ModelSpec
 from app.engine.vllm.supported_features import SERVED
 
@@ -32,11 +37,6 @@ _MEMORY = Path("/dev/shm")
 _PREFIX = "polylora-vllm-"
 _LOCK = "lock"
 
-#: Names of experts' modules where a family's differ: (block, gate, up, down).
-_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-#: The routers' block where it differs.
-_ROUTERS = {"mixtral": "block_sparse_moe"}
-
 
 class LoraFolders:
     """The folders of one engine process, in a folder of their own that no other user can read."""
@@ -44,6 +44,7 @@ class LoraFolders:
     def __init__(self, spec: ModelSpec, max_lora_rank: int) -> None:
         self._spec, self._max_lora_rank = spec, max_lora_rank
         self._modules = layer_modules(spec)
+        self._ranks: WeakKeyDictionary[LoraAdapter, int] = WeakKeyDictionary()
         self._paths = {module.keys[0]: path for path, module in self._modules.items() if not module.is_fused}
         parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         _remove_abandoned(parent)
@@ -54,6 +55,11 @@ class LoraFolders:
 
     def check(self, adapter: LoraAdapter) -> int:
         """The adapter's r. AdapterMismatch if vLLM cannot compute it; AdapterTooLarge above `max_lora_rank`."""
+        if (rank := self._ranks.get(adapter)) is None:  # each request of the adapter asks
+            rank = self._ranks[adapter] = self._checked_rank(adapter)
+        return rank
+
+    def _checked_rank(self, adapter: LoraAdapter) -> int:
         check_features(adapter, SERVED)
         for key in adapter.weights:
             if key not in self._paths:
@@ -74,24 +80,28 @@ class LoraFolders:
         return rank
 
     def write(self, adapter: LoraAdapter) -> Path:
-        """The adapter's folder, written unless it is there."""
+        """The adapter's folder, written unless it is there. Raises OSError."""
         folder = self.root / adapter.card.digest
         if folder.is_dir():
             return folder
         rank = self.check(adapter)
-        tensors: dict[str, NDArray[np.float32]] = {}
+        tensors: dict[str, RawTensor] = {}
         targets = set()
         for key, pair in self._complete(adapter):
             path = self._vllm_path(key)
             targets.add(path.rpartition(".")[2])
-            tensors[f"base_model.model.{path}.lora_A.weight"] = _pad(pair.a, rank)  # [r, d_in]
-            tensors[f"base_model.model.{path}.lora_B.weight"] = np.ascontiguousarray(_pad(pair.b, rank).T)
+            tensors[f"{PREFIX}{path}.lora_A.weight"] = _tensor(_pad(pair.a, rank))  # [r, d_in]
+            tensors[f"{PREFIX}{path}.lora_B.weight"] = _tensor(_pad(pair.b, rank).T)  # [d_out, r]
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets), "bias": "none"}
         unfinished = self.root / f"{adapter.card.digest}.unfinished"
-        unfinished.mkdir(exist_ok=True)
-        save_file(tensors, unfinished / "adapter_model.safetensors")
-        (unfinished / "adapter_config.json").write_text(json.dumps(config))
-        unfinished.rename(folder)
+        try:
+            unfinished.mkdir(exist_ok=True)
+            write_safetensors(unfinished / WEIGHTS_NAME, tensors)
+            (unfinished / CONFIG_NAME).write_text(json.dumps(config))
+            unfinished.rename(folder)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         return folder
 
     def remove(self, digest: str) -> None:
@@ -119,20 +129,18 @@ class LoraFolders:
 
     def _vllm_path(self, key: LoraKey) -> str:
         """A module's name in the checkpoints that vLLM reads."""
-        path, family = self._paths[key], self._spec.family
-        if key.expert is not None and family in _EXPERTS:
-            block, *names = _EXPERTS[family]
-            name = dict(zip(("gate_proj", "up_proj", "down_proj"), names, strict=True))[key.target.rpartition(".")[2]]
-            return f"model.layers.{key.layer}.{block}.experts.{key.expert}.{name}"
-        if family in _ROUTERS and path.endswith(f".mlp.{key.target}"):
-            return f"model.layers.{key.layer}.{_ROUTERS[family]}.{key.target}"
-        return path
+        path = self._paths[key]
+        return mixtral_module(path) if self._spec.family == "mixtral" else path
 
 
 def _pad(values: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
     """[r, d] in float32, with rows of zeros up to `rank`."""
     values = to_float32(values)
     return np.pad(values, ((0, rank - values.shape[0]), (0, 0)))
+
+
+def _tensor(values: NDArray[np.float32]) -> RawTensor:
+    return RawTensor("F32", values.shape, memoryview(values.tobytes()))
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -17,8 +17,7 @@ from app.engine.scheduling.fair_queue import HELD_BLOCK_PRICE, INPUT_PRICE
 from app.engine.scheduling.schedule import Schedule
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence, Status
-
-Frame = dict[str, Any]
+from app.engine.vllm.worker_process import Frame
 
 #: While others run, a batch sequence starts only below this use of the KV memory.
 MAX_BATCH_KV_USAGE = 3 / 4
@@ -28,7 +27,6 @@ class WorkerUsage(NamedTuple):
     """vLLM's own numbers, from its last outputs. `kv_usage`: the used part of its KV memory."""
 
     kv_usage: float = 0.0
-    num_waiting: int = 0
     num_preemptions: int = 0
 
 
@@ -74,7 +72,7 @@ class VllmScheduler(Scheduler):
         chunks: list[TokenChunk] = []
         num_ended = self._meter.num_finished + self._meter.num_aborted
         for frame in self.take_outputs():
-            self.usage = WorkerUsage(frame["kv_usage"], frame["num_waiting"], frame["num_preemptions"])
+            self.usage = WorkerUsage(frame["kv_usage"], frame["num_preemptions"])
             self._meter.num_preemptions = self.usage.num_preemptions
             self._meter.num_steps += 1
             for line in frame["outputs"]:

@@ -170,7 +170,7 @@ class Worker:
             (completion,) = output.outputs
             last = {}
             if completion.finish_reason is not None:
-                last = {"finish": completion.finish_reason, "stop": completion.stop_reason}
+                last = {"finish": completion.finish_reason}
             self._emit(
                 {
                     "id": frame["id"],

@@ -44,7 +44,7 @@ _NO_MEMORY = re.compile(
     r"out of memory|No available memory|larger than the (?:available|maximum)|less than desired", re.IGNORECASE
 )
 #: Variables that are not passed on: this environment's packages, and secrets of this service.
-_OWN_VARIABLES = re.compile(r"PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|POLYLORA_")
+_OWN_VARIABLES = re.compile(r"PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|POLYLORA_|LORA_HF_TOKEN")
 
 
 class WorkerProcess:
@@ -173,7 +173,7 @@ class WorkerProcess:
             case "hello":
                 if frame["protocol"] != PROTOCOL:
                     raise ValueError(f"it speaks protocol {frame['protocol']}, this engine {PROTOCOL}")
-            case "ready":
+            case "ready" if not self._ready.done():
                 self._ready.set_result(frame)
             case "failed":
                 self._failed = frame
