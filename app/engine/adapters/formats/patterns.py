@@ -8,6 +8,7 @@ process; in another thread the patterns run in a process of their own.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -52,6 +53,8 @@ def first_matches(
             raise AdapterFormatError(
                 f"{key}: a pattern of {len(pattern)} characters; at most {_MAX_CHARS}, or list the modules"
             )
+    if not patterns:
+        return [None] * len(names)
     if threading.current_thread() is threading.main_thread():
         return _bounded_matches(patterns, names, key, template, is_whole=is_whole)
     return _matches_in_child(patterns, names, key, template, is_whole=is_whole)
@@ -107,7 +110,13 @@ def _matches_in_child(
     command = [sys.executable, "-m", "app.engine.adapters.formats.patterns"]
     try:
         done = subprocess.run(
-            command, input=question.encode(), capture_output=True, cwd=_PROJECT, timeout=_CHILD_SECONDS, check=True
+            command,
+            input=question.encode(),
+            capture_output=True,
+            cwd=_PROJECT,
+            timeout=_CHILD_SECONDS,
+            check=True,
+            env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_PROJECT)},
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise AdapterReadFailed(f"{key}: the process that matches its patterns failed: {str(error)[:200]}") from error
