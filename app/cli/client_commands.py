@@ -11,12 +11,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from app.cli.api_client import DEFAULT_URL, ApiClient
-from app.cli.status import table
+from app.cli.status import event_line, table
 from app.engine.errors import ConfigError
 
 #: How often `logs --follow` asks for new events.
@@ -197,11 +196,6 @@ def _logs(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]
         last_id = rows[0]["id"] if rows else last_id
         limit = num_shown = _MAX_EVENTS
         time.sleep(POLL_INTERVAL_S)
-
-
-def event_line(event: Mapping[str, Any]) -> str:
-    when = datetime.fromtimestamp(event["created"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    return f"{when}  {event['event']}  {event.get('name') or ''}  {event.get('detail') or ''}".rstrip()
 
 
 def _weights(targets: Mapping[str, float]) -> str:

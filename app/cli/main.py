@@ -9,7 +9,7 @@
     polylora keygen signing.pem                   make a key for signing adapters
     polylora sign adapters/sql --key signing.pem
     polylora create-admin-key                     make the first key that manages tenants
-    polylora tenants create acme                  create a project and its first key; also limits, usage and more
+    polylora tenants create acme                  create a project and its first key; also limits, keys and more
     polylora apply configs/adapters.yaml          make a running service's adapters match a file
     polylora register names.jsonl                 register many adapters, to be loaded at first use
     polylora status                               show a running service; also ps
@@ -77,7 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status."""
     parser = make_parser()
-    arguments = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    num_parsed = 1 if words[:1] == ["bench"] else len(words)
+    arguments = parser.parse_args(words[:num_parsed])
+    if num_parsed < len(words):
+        arguments.options = words[num_parsed:]
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -142,9 +146,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    # `main` hands its options on to `load_tests.http.run`: argparse would take them for its own.
     parser = commands.add_parser("bench", help="measure a service under load (in a checkout of this project)")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="as of python -m load_tests.http.run; -h lists them")
-    parser.set_defaults(run=_bench)
+    parser.set_defaults(run=_bench, options=[])
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -170,7 +174,7 @@ def _download(arguments: argparse.Namespace) -> int:
 
     settings = read_settings(arguments.config)
     model = settings.model
-    if "://" in model.uri:
+    if any("://" in uri for uri in (model.uri, settings.semantic_router.embedder)):
         check_cache()
     started_s = time.monotonic()
     with ProgressLine(sys.stderr) as line:

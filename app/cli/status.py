@@ -51,7 +51,7 @@ def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
         ),
         "",
         "recent failures:" if failures else "no recent failures",
-        *(_failure_line(item) for item in failures),
+        *(f"  {event_line(item)}" for item in failures),
     ]
 
 
@@ -122,10 +122,12 @@ def _tier_row(name: str, counts: Mapping[str, float]) -> Sequence[str]:
     return (name, f"{counts.get('held_adapters', 0):g}", f"{held_mib:.1f}", *(f"{number:g}" for number in numbers))
 
 
-def _failure_line(event: Mapping[str, Any]) -> str:
+def event_line(event: Mapping[str, Any]) -> str:
+    """An event as one line of text, whatever its detail holds."""
     when = datetime.fromtimestamp(event["created"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    detail = escape_control_chars(event.get("detail") or "")
-    return f"  {when}  {event['event']}  {event.get('name') or ''}  {detail}".rstrip()
+    detail = event.get("detail") or ""
+    detail = escape_control_chars(detail if isinstance(detail, str) else json.dumps(detail))
+    return f"{when}  {event['event']}  {event.get('name') or ''}  {detail}".rstrip()
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

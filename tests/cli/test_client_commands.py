@@ -15,6 +15,7 @@ import pytest
 from app.cli import client_commands
 from app.cli.completion import completion_script
 from app.cli.main import main, make_parser
+from app.cli.status import event_line
 
 NAME = "some-org/legal"
 LORA = {"id": NAME, "state": "LOADED", "generation": 2, "max_rank": 8, "size_bytes": 3 << 20, "pinned": True,
@@ -212,3 +213,18 @@ def test_bash_completes(line: list[str], found: list[str]) -> None:
     script += f"COMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _polylora; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == found
+
+
+def test_options_of_bench_are_those_of_the_load_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    from load_tests.http import run
+
+    given: list[list[str]] = []
+    monkeypatch.setattr(run, "main", given.append)
+    assert main(["bench", "--url", "http://host", "--models", "sql"]) == 0
+    assert given == [["--url", "http://host", "--models", "sql"]]
+
+
+def test_an_event_is_one_line_whatever_its_detail_holds() -> None:
+    event = {"created": 0.0, "event": "failed", "name": "sql", "detail": "no\n2026-01-01T00:00:00Z  loaded  sql"}
+    assert "\n" not in event_line(event)
+    assert event_line(event | {"detail": {"a": 1}}).endswith('{"a": 1}')
