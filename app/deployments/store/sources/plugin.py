@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.errors import ConfigError, NotFound, PolyloraError, SourceError
-from app.import_path import import_dotted
+from app.import_path import construct, import_dotted
 
 #: The method of a class that is a downloader.
 METHOD = "download_lora_to_disk"
@@ -61,13 +61,7 @@ def _load(dotted_path: str, base_name: str) -> Callable[[str, Path], str | None]
             f"adapters.custom_fetcher {dotted_path!r} is a class without {METHOD}(name, base_model, path) or "
             "download(uri, folder)"
         )
-    try:
-        plugin = target()
-    except Exception as error:
-        # Foreign code: whatever it raises, the setting is invalid.
-        raise ConfigError(
-            f"adapters.custom_fetcher {dotted_path!r} cannot be constructed: {type(error).__name__}: {str(error)[:300]}"
-        ) from error
+    plugin = construct(target, dotted_path, "adapters.custom_fetcher")
 
     def by_class(uri: str, folder: Path) -> None:
         if not is_source:

@@ -21,7 +21,7 @@ from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.errors import ConfigError, InvalidRequest, NotFound, PolyloraError, SourceError, UnsafeSource
-from app.import_path import import_dotted
+from app.import_path import construct, import_dotted
 from app.model_names import is_name
 
 logger = logging.getLogger(__name__)
@@ -122,12 +122,7 @@ def _load(dotted_path: str, base_name: str) -> Resolve:
 
 def _vllm_resolver(dotted_path: str, kind: Callable[[], Any], base_name: str) -> Resolve:
     """vLLM's interface: `async resolve_lora(base_model_name, lora_name)`, whose result has `lora_path` or is None."""
-    try:
-        resolver = kind()
-    except Exception as error:
-        # Foreign code: whatever it raises, the setting is invalid.
-        reason = f"{type(error).__name__}: {str(error)[:300]}"
-        raise ConfigError(f"adapters.resolvers {dotted_path!r} cannot be constructed: {reason}") from error
+    resolver = construct(kind, dotted_path, "adapters.resolvers")
 
     def resolve(name: str, tenant_id: str) -> str | None:
         if tenant_id != DEFAULT_TENANT:  # it knows no tenants, and what it finds would be everyone's

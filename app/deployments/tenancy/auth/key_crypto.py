@@ -13,10 +13,13 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.config import DIGEST, SECRETS_KEY
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 #: Prefixes of our keys.
 PROJECT_PREFIX = "sk-poly-"
@@ -115,9 +118,11 @@ class SecretCipher:
         secret = environ.get(SECRETS_KEY)
         if secret and not is_unguessable(secret):
             raise ConfigError(f"{SECRETS_KEY} could be guessed; take 32 random bytes: openssl rand -hex 32")
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # heavy, and only the store encrypts
+        self._cipher: AESGCM | None = None
+        if secret:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # heavy, and few services encrypt
 
-        self._cipher = AESGCM(hmac.digest(secret.encode(), b"polylora secrets", "sha256")) if secret else None
+            self._cipher = AESGCM(hmac.digest(secret.encode(), b"polylora secrets", "sha256"))
 
     def encrypt(self, value: str, context: str) -> str:
         """Raises InvalidRequest if there is no key."""
