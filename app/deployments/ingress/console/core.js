@@ -223,7 +223,8 @@ export async function* eventsOf(reader) {
     const parts = text.split("\n\n");
     text = parts.pop();
     for (const part of parts) {
-      const data = part.replace(/^data: /, "");
+      if (!part.startsWith("data: ")) continue;  // a comment that keeps the connection alive
+      const data = part.slice(6);
       if (data && data !== "[DONE]") yield JSON.parse(data);
     }
   }

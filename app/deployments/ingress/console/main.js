@@ -2,7 +2,7 @@
 import { render } from "./vendor/preact.js";
 import {
   html, signal, useSignal, useEffect, effect, route, session, sessionNote, findSession, signIn, signOut, project, theme,
-  overview, age, isStale, may, all, number, link, clock,
+  overview, age, isStale, may, all, number, link,
 } from "./core.js";
 import { Icon, Button, Select, Field, DialogHost, Messages, Problem, Page, Empty } from "./ui.js";
 
@@ -130,4 +130,3 @@ addEventListener("keydown", event => { if (event.key === "Escape") menuOpen.valu
 start();
 load(route.value.path[0] in SCREENS ? route.value.path[0] : "overview");
 render(html`<${App} />`, document.querySelector("#app"));
-void clock;

@@ -1,6 +1,6 @@
 // Parts that the screens are made of.
 import {
-  html, signal, useSignal, useEffect, useRef, curl, exact, ago, say, act, get, messages, may,
+  html, signal, useSignal, useEffect, useRef, curl, exact, ago, say, get, messages,
 } from "./core.js";
 
 const ICONS = {
@@ -236,5 +236,3 @@ export const loadNames = async () => {
 };
 export const NameList = ({ id, more = [], only }) => html`<datalist id=${id}>${[...more, ...names.value]
   .filter(([, kind]) => !only || kind === only).map(([name, kind]) => html`<option value=${name}>${kind}</option>`)}</datalist>`;
-
-export { act, may };

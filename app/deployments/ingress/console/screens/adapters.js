@@ -1,7 +1,7 @@
 // Adapters: the table, loading by hub, URL, folder or drop; and the page of one adapter.
 import {
-  html, useSignal, useEffect, useRef, get, api, all, send, curl, headers, url, act, go, link, setQuery, useRead, may, number, bytes,
-  seconds, percent, duration, saveCsv, say, overview,
+  html, useSignal, useEffect, useRef, get, api, all, headers, url, act, go, link, setQuery, useRead, may, number, bytes,
+  seconds, percent, duration, saveCsv, say,
 } from "../core.js";
 import {
   Page, Card, Table, Empty, State, Tag, Time, Digest, Facts, Button, Field, Select, Search, Tabs, Problem, Icon, Curl, Code, Dialog,
@@ -161,7 +161,7 @@ function DropForm({ files }) {
       <${Icon} name="upload" size=${26} /><p>Drop a PEFT folder here: <code>adapter_config.json</code> and <code>adapter_model.safetensors</code></p>
       <div class="row center"><label class="button small">Choose files<input class="sr" type="file" multiple accept=".json,.safetensors" ref=${input} onChange=${event => look([...event.target.files])} /></label></div></div>
     ${peft && html`<ul class="checks" aria-label="Checks">${peft.checks.map(([kind, text]) => html`<li class=${kind}><${Icon} name=${kind === "ok" ? "check" : "warn"} /><span>${text}</span></li>`)}</ul>`}
-    ${peft?.isGood && html`<${Field} label="Name" value=${name.value} required pattern="[A-Za-z0-9][A-Za-z0-9._-]*" spellcheck="false" autocomplete="off" hint="An adapter of this name gets a new generation; the old one serves until this one is ready." onInput=${value => { name.value = value; }} />`}
+    ${peft?.isGood && html`<${Field} label="Name" value=${name.value} required spellcheck="false" autocomplete="off" hint="An adapter of this name gets a new generation; the old one serves until this one is ready." onInput=${value => { name.value = value; }} />`}
     ${progress.value !== null && html`<div class="stack tight"><progress value=${progress.value} max="1" aria-label="Upload"></progress>
       <p class="muted">${progress.value < 1 ? `${bytes(progress.value * peft.weights.size)} of ${bytes(peft.weights.size)} sent` : "Sent. The service checks the weights…"}</p></div>`}
     <${Problem} error=${error.value} />
@@ -195,7 +195,9 @@ function Adapter({ name, query }) {
   useEffect(() => { if (busy) { const timer = setInterval(found.reload, 1500); return () => clearInterval(timer); } return undefined; }, [busy]);
   const crumbs = html`<a href="#/adapters">Adapters</a>`;
   if (!one) return html`<${Page} title=${name} crumbs=${crumbs} lead=${found.error ? "" : "Reading…"}><${Problem} error=${found.error} /></${Page}>`;
-  const pointing = (aliases.data ?? []).filter(each => name in each.targets);
+  const isThis = target => target.split("@")[0] === name;  // a target may name a version
+  const share = targets => Object.keys(targets).filter(isThis).reduce((sum, target) => sum + targets[target], 0);
+  const pointing = (aliases.data ?? []).filter(each => Object.keys(each.targets).some(isThis));
   const reason = one.reason ?? one.job?.reason ?? (failures(events.data?.data ?? []).find(([each]) => each === name)?.[1]);
   const isServed = one.state === "LOADED" || one.state === "REGISTERED";
   const failed = one.state === "FAILED" || (one.job?.state === "FAILED") || Boolean(one.last_error);
@@ -240,7 +242,7 @@ function Adapter({ name, query }) {
         { title: "Last used", cell: row => row.host ? "" : html`<${Time} value=${row.last_used} />` },
       ]} />` : html`<${Empty} title="Not shown">Replicas are shared by all projects.</${Empty}>`}</${Card}>
       <${Card} title="Who points here" flush>${pointing.length || one.dependents?.length ? html`<${Table} label="Dependents" rows=${[
-          ...pointing.map(each => ({ id: each.id, kind: "alias", share: each.targets[name] / Object.values(each.targets).reduce((a, b) => a + b, 0) })),
+          ...pointing.map(each => ({ id: each.id, kind: "alias", share: share(each.targets) / Object.values(each.targets).reduce((a, b) => a + b, 0) })),
           ...(one.dependents ?? []).map(each => ({ id: each.name, kind: "combination" }))]} columns=${[
         { title: "Name", cell: row => html`<a href=${row.kind === "alias" ? link(["aliases"]) : link(["adapters", row.id])}>${row.id}</a>` },
         { title: "Kind", cell: row => row.kind }, { title: "Traffic", num: true, cell: row => row.share == null ? "" : percent(row.share) },
@@ -288,4 +290,3 @@ function Lifecycle({ events, one }) {
       : found ? (index === 0 || found.created === begun ? html`<${Time} value=${found.created} />` : `after ${duration(found.created - begun)}`) : kind === "done" ? "not needed" : ""}</span></li>`;
   })}</ol>`;
 }
-void send; void curl; void seconds; void overview;

@@ -167,9 +167,8 @@ function codeDialog(columns) {
 function Shown({ bodies }) {
   const language = useSignal("curl"), at = useSignal(0);
   const body = bodies[at.value], json = JSON.stringify(body, null, 2);
-  const extra = body.adapters ? { ...body } : null;
   const python = `from openai import OpenAI\n\nclient = OpenAI(base_url="${address}/v1", api_key=os.environ["POLYLORA_API_KEY"])\nanswer = client.chat.completions.create(\n${Object.entries(body)
-    .filter(([name]) => name !== "adapters").map(([name, value]) => `    ${name}=${pythonText(value)},`).join("\n")}${extra ? `\n    extra_body={"adapters": ${pythonText(body.adapters)}},` : ""}\n)\nprint(answer.choices[0].message.content)`;
+    .filter(([name]) => name !== "adapters").map(([name, value]) => `    ${name}=${pythonText(value)},`).join("\n")}${body.adapters ? `\n    extra_body={"adapters": ${pythonText(body.adapters)}},` : ""}\n)\nprint(answer.choices[0].message.content)`;
   const text = { curl: `curl '${address}/v1/chat/completions' \\\n  -H "Authorization: Bearer $POLYLORA_API_KEY" \\\n  --json '${json.replaceAll("'", `'\\''`)}'`, python: `import os\n\n${python}`,
     javascript: `const answer = await fetch("${address}/v1/chat/completions", {\n  method: "POST",\n  headers: { "Content-Type": "application/json", Authorization: \`Bearer \${process.env.POLYLORA_API_KEY}\` },\n  body: JSON.stringify(${json.replaceAll("\n", "\n  ")}),\n}).then(reply => reply.json());\nconsole.log(answer.choices[0].message.content);` }[language.value];
   return html`<${Dialog} title="View code" onClose=${closeDialog} wide>

@@ -1,6 +1,6 @@
 // Projects, their keys and limits, and admin keys. A key's value is shown once.
 import { html, useSignal, get, api, all, go, link, useRead, number, act, session } from "../core.js";
-import { Page, Card, Table, Empty, State, Time, Facts, Button, Field, Problem, Curl, Tag, Icon, Code, Dialog, FormDialog, confirmName, openDialog, closeDialog } from "../ui.js";
+import { Page, Card, Table, Empty, State, Time, Facts, Button, Field, Problem, Curl, Tag, Code, Dialog, FormDialog, confirmName, openDialog, closeDialog } from "../ui.js";
 
 const ORG = "/v1/organization";
 export default ({ path }) => path[0] ? html`<${Project} key=${path[0]} id=${path[0]} />` : html`<${List} />`;
