@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, check_features, to_float32
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.formats.safetensors_file import RawTensor, write_safetensors
+from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.formats.tensor_names import PREFIX
 from app.engine.adapters.modules import layer_modules
+from app.engine.adapters.raw_adapter import RawTensor
 from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import LATENT_B
 from app.engine.models.moe_weight_layouts import mixtral_module
