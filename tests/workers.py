@@ -35,6 +35,17 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return group_of(_TESTS.parent / nodeid.partition("::")[0])
 
+    def schedule(self) -> None:
+        """Start, or give tests to a worker that replaces one that crashed.
+
+        A worker runs a test when it has the next one or is told that there is none. xdist 3.8 gives a new worker one
+        group and says nothing more; if one test of it or none is left to run, the run never ends.
+        """
+        super().schedule()
+        for node in self.nodes:
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+                self._reschedule(node)
+
 
 @cache
 def group_of(file: Path) -> str:

@@ -15,6 +15,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as responses_params
 from pydantic import BaseModel
 
+from app.deployments.ingress.preprocess import sequence_builder
 from app.deployments.ingress.schemas import messages, responses
 from app.deployments.ingress.schemas import openai as schema
 from app.deployments.ingress.schemas.request_model import IGNORED_HEADER, Body, ignored_header
@@ -441,8 +442,11 @@ async def test_prompt_logprobs_have_vllms_shape(writer: httpx.AsyncClient) -> No
     assert legacy["choices"][0]["prompt_logprobs"] == body["choices"][0]["prompt_logprobs"]
 
 
-async def test_log_probabilities_of_prompts_are_limited_before_they_are_computed(writer: httpx.AsyncClient) -> None:
-    body = {"model": "base", "prompt": [21] * 900, "n": 60, "max_tokens": 1, "prompt_logprobs": 20}
+async def test_log_probabilities_of_prompts_are_limited_before_they_are_computed(
+    writer: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_builder, "MAX_LOGPROBS", 4 * 900 * 21 - 1)
+    body = {"model": "base", "prompt": [21] * 900, "n": 4, "max_tokens": 1, "prompt_logprobs": 20}
     answer = await writer.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert "log-probabilities are returned at once" in answer.json()["error"]["message"]

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -611,12 +611,14 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
     dispatcher, num_refused = service.preprocessor._dispatcher, 0
     stream = dispatcher.stream
 
-    async def full(request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]:
+    async def full(
+        request: GenerateRequest, deadline_s: float, on_assigned: Callable[[], None]
+    ) -> AsyncGenerator[TokenChunk]:
         nonlocal num_refused
         if num_refused < 5:
             num_refused += 1
             raise QueueFull("full", retry_after_s=0.01)
-        async for chunk in stream(request, deadline_s):
+        async for chunk in stream(request, deadline_s, on_assigned):
             yield chunk
 
     monkeypatch.setattr(dispatcher, "stream", full)
