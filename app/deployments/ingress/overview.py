@@ -1,15 +1,16 @@
 """What the console's first page shows of the service, from what this ingress knows already: its own traffic, and its
 copies of the registry and of the placement table.
 
-Counts of replicas and tiers are the only calls to other processes. They are made while a page is open, at most once per
-`STATS_AGE_S` for all pages of this ingress.
+Counts of replicas and tiers, and a tenant's last events, are the only calls to other processes. They are made while a
+page is open, at most once per `STATS_AGE_S` for all pages of this ingress.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +21,8 @@ from app.config import AppConfig
 from app.deployments.ingress.adapter_metrics import request_activity
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
-from app.deployments.ingress.principal import Principal
+from app.deployments.ingress.principal import Principal, visible_events
+from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.traffic_history import BUCKET_S, REFUSALS, Gauges, TrafficHistory
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
@@ -36,6 +38,8 @@ from app.version import version
 STATS_AGE_S = BUCKET_S - 1.0
 #: A replica that has not answered after this long has no counts in this answer.
 STATS_TIMEOUT_S = 2.0
+#: The newest events of an overview.
+MAX_EVENTS = 20
 #: Adapters between two turns of the event loop.
 _TURN = 500
 _COLUMNS = ("name", "tenant", "digest", "max_rank", "rows", "size_bytes", "pinned", "host", "resident", "assigned")
@@ -65,8 +69,7 @@ class ServiceOverview:
         self._clock, self._steady_clock = clock, steady_clock
         self._history = TrafficHistory(clock)
         self._num_changes: Counter[str] = Counter()
-        self._stats: asyncio.Task[tuple[dict[str, Any], dict[str, Any]]] | None = None
-        self._stats_s = 0.0
+        self._reads = SharedReads(steady_clock)
         registry.follow(self._note_change)
 
     def record(self, task: GenerationTask | None, status: int) -> None:
@@ -95,10 +98,14 @@ class ServiceOverview:
             "changes": self._num_changes[caller.tenant_id],
             "num_adapters": len(self._registry.adapter_names(caller.tenant_id)),
             "samples": self._history.series(since_s, caller.tenant_id if is_project else None),
+            "events": await self._reads.get(
+                ("events", caller.tenant_id, is_project),
+                lambda: self._read_events(caller.tenant_id, visible_events(caller)),
+            ),
         }
         if is_project:
             return body
-        stats, tiers = await asyncio.shield(self._current_stats())
+        stats, tiers = await self._reads.get("stats", self._read_stats)
         view = self._placer.view
         return body | {
             "num_adapters": self._registry.num_adapters,
@@ -171,15 +178,9 @@ class ServiceOverview:
         num_requests = sum(map(self._connections.loads.num_requests, replicas))
         self._history.sample(Gauges(self._connections.num_streams, num_requests, len(replicas)))
 
-    def _current_stats(self) -> asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]:
-        now_s = self._steady_clock()
-        if (
-            self._stats is None
-            or now_s - self._stats_s > STATS_AGE_S
-            or (self._stats.done() and self._stats.exception())
-        ):
-            self._stats, self._stats_s = asyncio.ensure_future(self._read_stats()), now_s
-        return self._stats
+    async def _read_events(self, tenant_id: str, only: frozenset[str] | None) -> list[dict[str, Any]]:
+        events = await self._store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id, only=only)
+        return [record_body(event) for event in events]
 
     async def _read_stats(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Counts by replica, and by tier of the store."""
@@ -197,6 +198,29 @@ class ServiceOverview:
 
     def _note_change(self, key: Key, entry: Entry | None) -> None:  # noqa: ARG002
         self._num_changes[key[0]] += 1
+
+
+class SharedReads:
+    """What was read from other processes in the last `STATS_AGE_S`: everyone who asks meanwhile shares one call.
+
+    One event loop. `steady_clock` gives seconds that never go back.
+    """
+
+    def __init__(self, steady_clock: Callable[[], float]) -> None:
+        self._steady_clock = steady_clock
+        self._found: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
+
+    async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What `read` returned for this key, or returns now. Raises what it raises; that is not kept."""
+        now_s = self._steady_clock()
+        found = self._found.get(key)
+        if found is None or now_s - found[0] > STATS_AGE_S or (found[1].done() and found[1].exception()):
+            self._found = {each: old for each, old in self._found.items() if now_s - old[0] <= STATS_AGE_S}
+            found = self._found[key] = (now_s, self._start(read()))
+        return await asyncio.shield(found[1])
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(work, context=contextvars.Context())  # of no request
 
 
 def _settings(settings: BaseModel, prefix: str) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,11 @@ from app.redaction import holds_key
 
 #: Key of the caller in the request's state.
 STATE = "caller"
+#: Events that a tenant's own calls cause. Other events may come from another tenant that has the same contents.
+OWN_EVENTS = frozenset({
+    "requested", "routable", "failed", "registered", "registered lazily", "draining", "removed",
+    "put alias", "promote alias", "roll back alias", "remove alias",
+})  # fmt: skip
 
 
 class Principal(NamedTuple):
@@ -160,6 +165,11 @@ def visible(registry: RegistryView, caller: Principal, name: str) -> Entry | Non
     """The entry a caller gets for a name; None if there is none that it may use."""
     entries = (registry.find(name, owner_id) for owner_id in caller.owners(name))
     return next((entry for entry in entries if entry is not None), None)
+
+
+def visible_events(caller: Principal) -> frozenset[str] | None:
+    """The events of its tenant that a caller may see, None for all."""
+    return OWN_EVENTS if caller.kind == "project" else None
 
 
 def visible_page(registry: RegistryView, caller: Principal, *, limit: int, after: str | None) -> Page:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, insert, select
@@ -93,11 +93,18 @@ class EventLog:
         self._database = database
 
     def events(
-        self, name: str | None = None, *, limit: int = 100, before: str | None = None, tenant_id: str
+        self,
+        name: str | None = None,
+        *,
+        limit: int = 100,
+        before: str | None = None,
+        tenant_id: str,
+        only: Collection[str] | None = None,
     ) -> list[Event]:
+        """`only`: the events to list, all of them if None."""
         return [
             Event(row["public_id"], *(row[column] for column in _EVENT_COLUMNS))
-            for row in self._page(events, name, limit, before, tenant_id)
+            for row in self._page(events, name, limit, before, tenant_id, only)
         ]
 
     def audit(
@@ -109,11 +116,19 @@ class EventLog:
         ]
 
     def _page(
-        self, table: Table, name: str | None, limit: int, before: str | None, tenant_id: str
+        self,
+        table: Table,
+        name: str | None,
+        limit: int,
+        before: str | None,
+        tenant_id: str,
+        only: Collection[str] | None = None,
     ) -> Sequence[Mapping[Any, Any]]:
         query = select(table).where(table.c.base_digest == self._database.base_digest, table.c.tenant_id == tenant_id)
         if name is not None:
             query = query.where(table.c.name == name)
+        if only is not None:
+            query = query.where(table.c.event.in_(sorted(only)))
         with self._database.read() as connection:
             if before is not None:
                 query = query.where(table.c.id < self._number(connection, table, before, tenant_id))

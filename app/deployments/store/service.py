@@ -302,11 +302,21 @@ class StoreService(Generic[H]):
         return await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
 
     @remote_method
-    async def events(self, name: str | None, *, limit: int, before: str | None, tenant_id: str) -> list[Event]:
-        """Events, newest first; `before` is the id of the last record of the previous page."""
+    async def events(
+        self,
+        name: str | None,
+        *,
+        limit: int,
+        before: str | None,
+        tenant_id: str,
+        only: frozenset[str] | None = None,
+    ) -> list[Event]:
+        """Events, newest first; `before` is the id of the last record of the previous page; `only`: these events."""
         self._on_call()
         event_log = self._registry.event_log
-        return await asyncio.to_thread(event_log.events, name, limit=limit, before=before, tenant_id=tenant_id)
+        return await asyncio.to_thread(
+            event_log.events, name, limit=limit, before=before, tenant_id=tenant_id, only=only
+        )
 
     @remote_method
     async def audit(self, name: str | None, *, limit: int, before: str | None, tenant_id: str) -> list[AuditRecord]:

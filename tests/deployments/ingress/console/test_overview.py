@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.routes import overview as routes
+from app.deployments.ingress.overview import STATS_AGE_S, SharedReads
 from app.deployments.ingress.traffic_history import BUCKET_S, MAX_TENANTS, NUM_BUCKETS, Gauges, TrafficHistory
 from app.deployments.registry.models import DEFAULT_TENANT, Registration
 from app.deployments.tenancy.usage.adapter_stats import Activity, first_token
+from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.console.test_sessions import bearer
 
@@ -115,6 +118,52 @@ async def test_a_project_sees_nothing_of_others(service: Service) -> None:
         assert "open" not in body["samples"]
         for path in ("/v1/residency", "/v1/settings"):
             assert (await client.get(path)).status_code == 403
+
+
+async def test_pages_share_their_calls_to_the_store(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    store = service.overview._store
+
+    def count(name: str) -> None:
+        read = getattr(store, name)
+
+        async def counted(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            await asyncio.sleep(0)
+            return await read(*args, **options)
+
+        monkeypatch.setattr(store, name, counted)
+
+    count("events")
+    count("stats")
+    now_s = 0.0
+    monkeypatch.setattr(service.overview._reads, "_steady_clock", lambda: now_s)
+    answers = await asyncio.gather(*(http.get("/v1/overview") for _ in range(20)))
+    assert {each.json()["events"][0]["name"] for each in answers} == {"sql"}
+    assert sorted(calls) == ["events", "stats"]
+    now_s += STATS_AGE_S + 0.1
+    await http.get("/v1/overview")
+    assert sorted(calls) == ["events", "events", "stats", "stats"]
+
+
+async def test_a_failed_read_is_tried_again_and_old_ones_are_forgotten() -> None:
+    now_s, outcomes = 0.0, [NotReady("the store restarts"), 1, 2]
+
+    async def read() -> int:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    reads = SharedReads(lambda: now_s)
+    with pytest.raises(NotReady):
+        await reads.get("a", read)
+    assert await reads.get("a", read) == await reads.get("a", read) == 1
+    now_s = STATS_AGE_S + 0.1
+    assert await reads.get("b", read) == 2
+    assert [*reads._found] == ["b"]
 
 
 async def test_the_residency_map(http: httpx.AsyncClient) -> None:

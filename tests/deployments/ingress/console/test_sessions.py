@@ -129,6 +129,22 @@ async def test_a_session_ends_with_its_key(client: httpx.AsyncClient, keys: Keys
     assert (await client.get("/v1/loras")).status_code == 401
 
 
+async def test_signing_out_removes_a_cookie_that_has_ended(client: httpx.AsyncClient, keys: Keys) -> None:
+    client.cookies.set(COOKIE, f"{keys.admin_id}.1.{'0' * 64}")
+    gone = await client.delete("/v1/session")
+    assert gone.status_code == 204
+    assert f'{COOKIE}=""; ' in gone.headers["set-cookie"]
+
+
+async def test_the_use_of_a_session_is_a_use_of_its_key(
+    client: httpx.AsyncClient, keys: Keys, service: Service
+) -> None:
+    await client.post("/v1/session", headers=bearer(keys.admin))
+    service.accounting._key_used_s.clear()
+    assert (await client.get("/v1/loras")).status_code == 200
+    assert [*service.accounting._key_used_s] == [keys.admin_id]
+
+
 async def test_a_session_cannot_outlive_a_week(client: httpx.AsyncClient, keys: Keys) -> None:
     answer = await client.post("/v1/session", headers=bearer(keys.admin), json={"expires_in_seconds": 8 * 86_400})
     assert answer.status_code == 400

@@ -31,8 +31,9 @@ from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
-#: Paths that need no authentication: the probes. The console's files need none either.
+#: The probes.
 PUBLIC_PATHS = frozenset({"/health", "/readyz", "/livez"})
+SESSION_PATH = "/v1/session"
 
 
 class Authenticator:
@@ -85,9 +86,11 @@ class Authenticator:
     def _authenticate_session(self, request: HTTPConnection, session: Session) -> Principal:
         if session.key_id == ENVIRONMENT_KEY and self._policy.admin_digest is not None:
             return self._admin_principal(request, f"{ENVIRONMENT_KEY}, {address_of(request)}", ENVIRONMENT_KEY)
-        found = self._accounting.view.find_id(session.key_id, self._accounting.clock())
+        now_s = self._accounting.clock()
+        found = self._accounting.view.find_id(session.key_id, now_s)
         if found is None:
             raise InvalidApiKey("the key of this session has expired or was revoked; sign in with another")
+        self._accounting.note_key_use(found.key.id, now_s)
         return self._key_principal(request, found)
 
     def _is_environment_key(self, value: str) -> bool:
@@ -113,6 +116,12 @@ class Authenticator:
         if tenant is None or tenant.archived_s is not None:
             raise InvalidApiKey(f"the header OpenAI-Project names {project_id[:64]!r}, which is no project here")
         return Principal(tenant.id, who, tenant, key_id, "admin")
+
+
+def _is_public(scope: Scope) -> bool:
+    """Whether a request needs no caller: a probe, a file of the console, or signing out, also after a session's end."""
+    path: str = scope["path"]
+    return path in PUBLIC_PATHS or is_console(path) or (path == SESSION_PATH and scope["method"] == "DELETE")
 
 
 def _check_url(scope: Scope) -> None:
@@ -151,7 +160,7 @@ class AuthMiddleware:
         self._addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS and not is_console(scope["path"]):
+        if scope["type"] == "http" and not _is_public(scope):
             try:
                 connection = HTTPConnection(scope)
                 # A key comes first: it starts a new session where an old one has ended.

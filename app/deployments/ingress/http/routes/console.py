@@ -124,10 +124,10 @@ def add_console_routes(app: FastAPI, service: IngressService, policy: HttpPolicy
         )
         return response
 
-    @app.delete("/v1/session", response_model=SessionResponse)
-    async def sign_out(request: Request) -> Response:
-        """End the session of this browser."""
-        response = JSONResponse(_session_body(http_principal(request), service))
+    @app.delete("/v1/session", status_code=204)
+    async def sign_out() -> Response:
+        """End the session of this browser, if it has one. Needs no key."""
+        response = Response(status_code=204)
         response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
         return response
 

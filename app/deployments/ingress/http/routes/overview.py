@@ -17,7 +17,6 @@ from app.deployments.ingress.error_responses import WrongKeyKind
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber, page_body
-from app.deployments.ingress.http.routes.audit import recent_events
 from app.deployments.ingress.principal import Principal, http_principal
 from app.deployments.ingress.schemas.health import Overview, ResidencyMap, SettingResponse
 from app.deployments.ingress.schemas.response_model import PageResponse
@@ -28,9 +27,6 @@ from app.engine.errors import QueueFull
 #: Open streams of one ingress, and how long one lasts: the client connects again, perhaps to another ingress, and an
 #: ingress that is to end soon does not wait long for them.
 MAX_STREAMS, STREAM_S = 100, 60.0
-
-#: Events of an overview.
-MAX_EVENTS = 20
 _Time = Annotated[int, WholeNumber(0, 10**11)]
 
 
@@ -55,7 +51,7 @@ def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
         """The service's state, and the last hour of this ingress in samples of five seconds; once, or as events."""
         nonlocal num_streams
         caller = http_principal(request)
-        body = await _body(service, caller, query.since)
+        body = await service.overview.body(caller, query.since)
         if not query.stream:
             return JSONResponse(body)
         if num_streams >= MAX_STREAMS:
@@ -84,14 +80,6 @@ def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
         return JSONResponse(page_body(service.overview.settings(), has_more=False))
 
 
-async def _body(service: IngressService, caller: Principal, since_s: int) -> dict[str, Any]:
-    body: dict[str, Any]
-    body, events = await asyncio.gather(
-        service.overview.body(caller, since_s), recent_events(service, caller, MAX_EVENTS)
-    )
-    return body | {"events": events}
-
-
 async def _later(service: IngressService, caller: Principal, body: dict[str, Any]) -> AsyncGenerator[bytes]:
     """The bodies after the first, each with the samples since the one before."""
     loop = asyncio.get_running_loop()
@@ -100,5 +88,5 @@ async def _later(service: IngressService, caller: Principal, body: dict[str, Any
         await asyncio.sleep(BUCKET_S)
         times = body["samples"]["times"]
         since_s = times[-1] if times else int(body["since"])
-        body = await _body(service, caller, since_s)
+        body = await service.overview.body(caller, since_s)
         yield sse(body)
