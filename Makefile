@@ -1,6 +1,7 @@
 # make serve       install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
 # make test        the tests of every commit, in parallel: ten minutes on two cores   PYTEST_ARGS= WORKERS=
 # make test-nightly   the tests that `make test` omits, and property and fuzz tests twenty times as long: hours
+# make test-browser   the console in Chromium (apt install chromium fonts-inter npm): minutes
 # make lint        ruff, mypy and the links of the documentation
 # make docs        the generated pages of docs/reference, and the site in build/site
 #
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve fetch install test test-nightly lint docs clean
+.PHONY: serve fetch install test test-nightly test-browser lint docs clean
 
 # A configuration with a section `cuda:` or `xla:` needs the packages of that engine.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
@@ -41,6 +42,18 @@ install: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	@$(BIN)/polylora download --config $(CONFIG)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 25 --durations-min 10 --max-worker-restart 1 $(PYTEST_ARGS)
+
+BROWSER := $(VENV)/browser
+# Tests of the console run in a browser if these name its parts.
+WITH_BROWSER := POLYLORA_BROWSER_PYTHON=$(BROWSER)/bin/python POLYLORA_AXE=$(BROWSER)/axe.min.js
+ifneq ($(wildcard $(BROWSER)/.installed),)
+test-nightly: export POLYLORA_BROWSER_PYTHON=$(abspath $(BROWSER))/bin/python
+test-nightly: export POLYLORA_AXE=$(abspath $(BROWSER))/axe.min.js
+endif
+
+# SCREENSHOTS=docs/how-to/console takes the documentation's pictures again.
+test-browser: $(VENV)/.installed-test $(BROWSER)/.installed
+	$(WITH_BROWSER) POLYLORA_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest --nightly -o timeout=1800 tests/deployments/ingress/console/test_browser.py $(PYTEST_ARGS)
 
 test-nightly:
 	@$(MAKE) test PYTEST_ARGS="--nightly -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"
@@ -65,6 +78,13 @@ $(VENV)/.created:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --quiet --upgrade pip
+	@touch $@
+
+$(BROWSER)/.installed: $(VENV)/.created
+	@command -v chromium >/dev/null || { echo "the browser tests need Chromium: apt install chromium fonts-inter" >&2; exit 1; }
+	@$(PYTHON) -m venv $(BROWSER)
+	@$(BROWSER)/bin/python -m pip --disable-pip-version-check install --quiet playwright==1.65.2 pillow
+	@cd $(BROWSER) && tar xzf "$$(npm pack --silent axe-core@4.14.1)" --strip-components 1 package/axe.min.js
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.created

@@ -4,7 +4,7 @@ import uPlot from "./vendor/uplot.js";
 
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** `series`: {title, color ("--s1"), fill}. `data`: [times, ...values]. `format` writes values. */
+/** `series`: {title, color ("--s1"), fill, spans: connect over gaps, sparse: so, with a point for each value}. `data`: [times, ...values]. `format` writes values. */
 export const LineChart = ({ data, series, format, label, span = 3600 }) => {
   const place = useRef(null), plot = useRef(null), tip = useRef(null);
   const dark = isDark.value, inZone = zone.value;
@@ -27,7 +27,7 @@ export const LineChart = ({ data, series, format, label, span = 3600 }) => {
         { ...axis, grid: { stroke: color("--line"), width: 1 }, space: 36, size: 52, values: (u, splits) => splits.map(format) },
       ],
       series: [{}, ...series.map(each => ({
-        label: each.title, stroke: color(each.color), width: 1.6, spanGaps: each.spans ?? false, points: { show: false },
+        label: each.title, stroke: color(each.color), width: 1.6, spanGaps: each.spans ?? each.sparse ?? false, points: each.sparse ? { show: true, size: 4, fill: color(each.color) } : { show: false },
         fill: each.fill ? `${color(each.color)}1c` : undefined,
       }))],
       hooks: { setCursor: [u => {

@@ -181,8 +181,9 @@ export const curlDialog = (title, ...call) => openDialog(() => html`<${Dialog} t
   <p class="muted">What this page sends. Set <code>POLYLORA_API_KEY</code> in your shell first; the key is never part of it.</p>
   <${Code} text=${curl(...call)} label="curl command" /></${Dialog}>`);
 /** "Copy as curl" of an action that is not a dialog of its own. */
-export const Curl = ({ call, label = "Copy as curl", small = true }) => html`<${Button} icon="copy" kind="ghost" small=${small}
-  label=${label} onClick=${() => curlDialog(label, ...call)} />`;
+export const Curl = ({ call, label = "Copy as curl", small = true }) => small
+  ? html`<${Button} icon="copy" kind="ghost" small label=${label} onClick=${() => curlDialog(label, ...call)} />`
+  : html`<${Button} icon="copy" kind="ghost" onClick=${() => curlDialog(label, ...call)}>${label}</${Button}>`;
 
 /** A dialog with a form. `call(values)`: [method, path, options] of the action; `onDone` gets its answer. */
 export const FormDialog = ({ title, submit = "Save", children, call, run, done, onDone, kind = "primary", disabled, wide }) => {

@@ -11,9 +11,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 SHOTS = os.environ.get("POLYLORA_SCREENSHOTS", "")
@@ -49,7 +51,7 @@ def shot(page: Page, name: str) -> None:
     if SHOTS:
         Path(SHOTS).mkdir(parents=True, exist_ok=True)
         page.wait_for_timeout(700)
-        page.screenshot(path=f"{SHOTS}/{name}.png")
+        Image.open(BytesIO(page.screenshot())).convert("RGB").save(f"{SHOTS}/{name}.webp", quality=82, method=6)
 
 
 def check(page: Page) -> None:

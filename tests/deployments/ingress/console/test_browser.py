@@ -1,8 +1,7 @@
 """The console in a real browser: every screen, its main actions, keys, thousands of adapters, a lost replica.
 
-It needs Playwright and a Chromium (`apt install chromium`), which are no dependencies: `POLYLORA_BROWSER_PYTHON` is the
-Python of a virtual environment with `playwright`, and `POLYLORA_AXE` axe-core's axe.min.js. `POLYLORA_SCREENSHOTS` is
-the folder for pictures, `docs/how-to/console` for the documentation.
+`make test-browser` installs what it needs and runs it. `POLYLORA_BROWSER_PYTHON` is the Python of an environment with
+`playwright` and `pillow`, `POLYLORA_AXE` axe-core's axe.min.js, and `POLYLORA_SCREENSHOTS` the folder for pictures.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ export default function Overview() {
         { title: "written", color: "--s1", fill: true }, { title: "read", color: "--s3" }]}
         figures=${[mean(written, 6), mean(read, 6)]} />
       <${Graph} title="Time to first token" data=${[times, p50, p99]} format=${seconds} series=${[
-        { title: "median", color: "--s1", fill: true }, { title: "99th percentile", color: "--s2" }]}
+        { title: "median", color: "--s1", sparse: true }, { title: "99th percentile", color: "--s2", sparse: true }]}
         figures=${[mean(p50, 6), mean(p99, 6)]} />
       ${isOperator && html`<${Graph} title="Open and queued" data=${[times, open, queued]} format=${number} series=${[
-        { title: "open here", color: "--s1", fill: true }, { title: "on all replicas", color: "--s3" }]}
+        { title: "open here", color: "--s1", fill: true, spans: true }, { title: "on all replicas", color: "--s3", spans: true }]}
         figures=${[now.num_open_requests, queued.at(-1)]} />`}
     </div>
     ${isOperator && html`<div class="grid side-main live-data"><${Replicas} replicas=${now.replicas} /><${Memory} now=${now} /></div>`}

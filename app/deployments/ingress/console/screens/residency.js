@@ -27,13 +27,15 @@ const Keys = () => html`<div class="keys"><span><i class="swatch" style=${{ back
 function Map({ data, size, search, order }) {
   const box = useRef(null), canvas = useRef(null), at = useSignal(null), place = useSignal(null), explained = useSignal(null), wide = useSignal(900);
   const { adapters, replicas } = data, hasNames = size >= 16;
-  const places = replicas.length + 1, cell = Math.max(3, Math.min(size, replicas.length > 40 ? 6 : 22));
+  const places = replicas.length + 1, isShort = adapters.name.length <= 24 && hasNames;
+  const room = isShort ? (wide.value / Math.ceil(adapters.name.length / 12) - 210) / places : 22;
+  const cell = Math.max(3, Math.min(isShort ? 64 : size, replicas.length > 40 ? 6 : Math.max(22, Math.floor(room))));
   const index = [...adapters.name.keys()];
   if (order === "rank") index.sort((a, b) => adapters.max_rank[b] - adapters.max_rank[a]);
   if (order === "place") index.sort((a, b) => (adapters.resident[a][0] ?? 1e9) - (adapters.resident[b][0] ?? 1e9));
   const label = hasNames ? 170 : 0, band = label + places * cell + (hasNames ? 24 : 8), head = hasNames ? 26 : 6;
   const bands = Math.max(1, Math.floor((wide.value - 16) / band));
-  const rows = Math.ceil(index.length / bands), height = head + rows * size + 10;
+  const rows = Math.max(Math.min(index.length, 12), Math.ceil(index.length / bands)), height = head + rows * size + 10;
   useEffect(() => {
     const observer = new ResizeObserver(() => { wide.value = box.current?.clientWidth ?? 900; });
     observer.observe(box.current);
