@@ -95,15 +95,17 @@ class ChatSerializer:
         choice."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.predictions)
-        prompt = self._prompt_logprobs(answers[0]) if self.is_chat else {}
-        envelope = to_json(self._envelope(kind) | {"usage": usage} | self._routing() | prompt)
-        length = sum(map(_num_chars, answers))
+        length = sum(map(num_chars, answers))
+        prompt = b""
+        if self.is_chat:
+            prompt = await in_worker_if_long(length, partial(self._prompt_logprobs, answers[0]))
+        envelope = to_json(self._envelope(kind) | {"usage": usage} | self._routing())[:-1] + prompt
         choices = [
             await in_worker_if_long(length, partial(self._choice, index, answer))
             for index, answer in enumerate(answers)
         ]
         return await in_worker_if_long(
-            sum(map(len, choices)), lambda: b'%b,"choices":[%b]}' % (envelope[:-1], b",".join(choices))
+            sum(map(len, choices)), lambda: b'%b,"choices":[%b]}' % (envelope, b",".join(choices))
         )
 
     def role_event(self, index: int) -> dict[str, Any]:
@@ -162,8 +164,9 @@ class ChatSerializer:
     def _choice(self, index: int, answer: SequenceOutput) -> bytes:
         """The JSON of a complete answer. Log-probabilities are written some at a time, because writing JSON keeps other
         threads waiting."""
-        fields = to_json(self._choice_fields(index, answer))
-        return b'%b,"logprobs":%b}' % (fields[:-1], self._all_logprobs(self._with_prompt(index, answer)))
+        fields = to_json(self._choice_fields(index, answer))[:-1]
+        prompt = b"" if self.is_chat else self._prompt_logprobs(answer)
+        return b'%b%b,"logprobs":%b}' % (fields, prompt, self._all_logprobs(self._with_prompt(index, answer)))
 
     def _with_prompt(self, index: int, answer: SequenceOutput | TextDelta) -> Sequence[TokenLogprobs]:
         """The log-probabilities of an answer's beginning; with `echo` the prompt's come first."""
@@ -172,18 +175,22 @@ class ChatSerializer:
         prompt = [replace(item, top=item.top[: self.num_echo_logprobs]) for item in answer.prompt_logprobs]
         return [TokenLogprobs(self.prompts[index][0], 0.0, rank=_FIRST), *prompt, *answer.logprobs]
 
-    def _prompt_logprobs(self, answer: SequenceOutput) -> dict[str, Any]:
-        """vLLM's field of this name: for each token of the prompt an object by token id, null for the first one."""
+    def _prompt_logprobs(self, answer: SequenceOutput) -> bytes:
+        """vLLM's field of this name after a comma: for each token of the prompt an object by token id, null for the
+        first one. Nothing if it is not wanted."""
         if self.num_prompt_logprobs is None:
-            return {}
-        found: list[dict[int, Any] | None] = [None]
-        for item in answer.prompt_logprobs:
-            top = [(*pair, rank) for rank, pair in enumerate(item.top[: self.num_prompt_logprobs], 1)]
-            found.append({
-                token_id: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token_id)}
-                for token_id, logprob, rank in ((item.token_id, item.logprob, item.rank), *top)
-            })  # fmt: skip
-        return {"prompt_logprobs": found}
+            return b""
+        parts = [b"null"]
+        for start in range(0, len(answer.prompt_logprobs), TOKENS_AT_ONCE):
+            found: list[dict[int, Any]] = []
+            for item in answer.prompt_logprobs[start : start + TOKENS_AT_ONCE]:
+                top = [(*pair, rank) for rank, pair in enumerate(item.top[: self.num_prompt_logprobs], 1)]
+                found.append({
+                    token_id: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token_id)}
+                    for token_id, logprob, rank in ((item.token_id, item.logprob, item.rank), *top)
+                })  # fmt: skip
+            parts.append(to_json(found)[1:-1])
+        return b',"prompt_logprobs":[%b]' % b",".join(parts)
 
     def _all_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> bytes:
         offsets, lists, others = TokenOffsets(self.text_bytes), dict[str, list[bytes]](), dict[str, Any]()
@@ -213,7 +220,7 @@ class ChatSerializer:
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
         ids = {} if self.ids is None else self.ids.choice(index, answer.token_ids, is_first=True)
-        return choice | {"text": answer.text} | ids | self._prompt_logprobs(answer)
+        return choice | {"text": answer.text} | ids
 
     def _event(self, kind: str, choice: dict[str, Any], delta: TextDelta | None = None) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
@@ -302,10 +309,12 @@ def chat_serializer(
     )
 
 
-def _num_chars(answer: SequenceOutput) -> int:
-    """Characters of an answer, as a measure of the work on it."""
-    num_top = len(answer.logprobs[0].top) if answer.logprobs else 0
-    return len(answer.text) + len(answer.token_ids) + len(answer.logprobs) * (1 + num_top) * _CHARS_PER_LOGPROB
+def num_chars(answer: SequenceOutput | TextDelta) -> int:
+    """Characters of an answer or a part of it, as a measure of the work on it."""
+    num_logprobs = sum(
+        len(items) * (1 + len(items[0].top)) for items in (answer.logprobs, answer.prompt_logprobs) if items
+    )
+    return len(answer.text) + len(answer.token_ids) + num_logprobs * _CHARS_PER_LOGPROB
 
 
 def reason_of(finish_reason: str | None, num_calls: int) -> str | None:

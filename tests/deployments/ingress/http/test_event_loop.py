@@ -35,7 +35,10 @@ MAX_STEP_S, MAX_BODY = 0.05, 4 << 20
 
 
 class Steps:
-    """Measures the steps of event loops while `watched`: CPU seconds of the thread that runs the loop."""
+    """Measures the steps of event loops while `watched`: CPU seconds of the thread that runs the loop.
+
+    The step that begins watching is not measured: what is to be measured runs in a task of its own.
+    """
 
     def __init__(self) -> None:
         self.longest_s, self.longest = 0.0, ""
@@ -209,12 +212,43 @@ async def test_log_probabilities_of_many_answers_do_not_hold_the_loop(is_chat: b
     ]
     steps = Steps()
     with steps.watched():
-        content = await form.content(answers, 64)
+        content = await asyncio.create_task(form.content(answers, 64))
     steps.check()
     choices = json.loads(content)["choices"]
     assert [choice["index"] for choice in choices] == list(range(64))
     if is_chat:
         assert len(choices[63]["logprobs"]["content"][255]["top_logprobs"]) == 20
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_log_probabilities_of_a_long_prompt_do_not_hold_the_loop(is_chat: bool) -> None:
+    form = ChatSerializer(
+        is_chat, "id", 0, "base", token_text=chr, token_bytes=lambda i: chr(i).encode(),
+        text_bytes=lambda i: chr(i).encode(), want_logprobs=False, num_prompt_logprobs=20,
+    )  # fmt: skip
+    top = tuple((token_id, -1.0) for token_id in range(60, 80))
+    prompt = [TokenLogprobs(65, -1.0, top)] * 16_000
+    steps = Steps()
+    with steps.watched():
+        output = SequenceOutput("x", [65], [], "length", Usage(16_001, 0, 1), prompt)
+        content = await asyncio.create_task(form.content([output], 1))
+    steps.check()
+    answer = json.loads(content)
+    found = (answer if is_chat else answer["choices"][0])["prompt_logprobs"]
+    assert (len(found), found[0], len(found[16_000])) == (16_001, None, 20)
+
+
+async def test_a_stream_that_begins_with_a_long_prompt_does_not_hold_the_loop(
+    client: httpx.AsyncClient, writing: Service
+) -> None:
+    body = {"model": "base", "prompt": [21] * 900, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
+    assert (await client.post("/v1/completions", json=body | {"prompt": "a"})).status_code == 200
+    steps = Steps()
+    with steps.watched():
+        response = await client.post("/v1/completions", json=body)
+    steps.check()
+    first = json.loads(response.text.partition("data: ")[2].partition("\n")[0])
+    assert len(first["choices"][0]["logprobs"]["tokens"]) == 901, response.text[:300]
 
 
 async def test_log_probabilities_are_bounded_unless_they_are_streamed(
@@ -243,7 +277,8 @@ async def test_many_vectors_do_not_hold_the_loop() -> None:
     body = EmbeddingsRequest(model="base", input="a")
     steps = Steps()
     with steps.watched():
-        content = await answer(Embedded(), body, [b"\x00\x00\x80?" * 576] * 2048)  # type: ignore[arg-type]
+        coroutine = answer(Embedded(), body, [b"\x00\x00\x80?" * 576] * 2048)  # type: ignore[arg-type]
+        content = await asyncio.create_task(coroutine)
     steps.check()
     data = json.loads(content)["data"]
     assert (len(data), data[7]) == (2048, {"object": "embedding", "index": 7, "embedding": [1.0] * 576})

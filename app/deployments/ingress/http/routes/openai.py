@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import FastAPI, Request
 from pydantic_core import to_json
@@ -25,6 +26,7 @@ from app.deployments.ingress.http.request_lifecycle import (
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.preprocess.preprocessor import last_user_text
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.completions import (
     ChatCompletion,
@@ -36,8 +38,9 @@ from app.deployments.ingress.schemas.completions import (
 )
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
 from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
+from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.generate import generate_result
-from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets, chat_serializer
+from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets, chat_serializer, num_chars
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
@@ -133,7 +136,9 @@ async def _events(task: GenerationTask, serializer: ChatSerializer) -> AsyncGene
                 before, after = texts[index]  # the common case: only the text differs
                 event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), after)
             else:
-                event = sse(serializer.event(index, delta, offsets[index]))
+                event = await in_worker_if_long(
+                    num_chars(delta), partial(_event, serializer, index, delta, offsets[index])
+                )
             if not started[index]:
                 started[index] = True
                 event = sse(serializer.role_event(index)) + event
@@ -141,6 +146,10 @@ async def _events(task: GenerationTask, serializer: ChatSerializer) -> AsyncGene
                 yield event
     if serializer.include_usage:
         yield sse(serializer.usage_event(task.usages, task.num_per_prompt))
+
+
+def _event(serializer: ChatSerializer, index: int, delta: TextDelta, offsets: TokenOffsets) -> bytes:
+    return sse(serializer.event(index, delta, offsets))
 
 
 def _add_generate_route(app: FastAPI, service: IngressService) -> None:
