@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 from starlette.convertors import PathConvertor
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -144,21 +144,24 @@ async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_
     return b"".join([part async for part in body_parts(request, max_bytes, limit)])
 
 
-async def read_form(request: Request, max_bytes: int, limit: str) -> FormData:
-    """A multipart body with at most two files, which are spooled to disk; the caller closes it.
+async def read_form(request: Request, max_bytes: int, limit: str, *, max_files: int) -> FormData:
+    """A multipart body whose files have at most `max_bytes` and are spooled to disk; the caller closes it.
 
     Raises UnknownContentType, BodyTooLarge, ClientGone, InvalidRequest.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != FORM_TYPE:
         raise UnknownContentType(f"the body's Content-Type is {kind[:80]!r}; send the file as {FORM_TYPE}")
-    parts = body_parts(request, max_bytes + FORM_BYTES, limit)
+    parts = body_parts(request, max_bytes + FORM_BYTES, f"{limit} {max_bytes} and the fields of a form, together")
+    parser = MultiPartParser(request.headers, parts, max_files=max_files, max_fields=16, max_part_size=MAX_FIELD_BYTES)
     try:
-        return await MultiPartParser(
-            request.headers, parts, max_files=2, max_fields=16, max_part_size=MAX_FIELD_BYTES
-        ).parse()
+        form = await parser.parse()
     except MultiPartException as error:
-        raise InvalidRequest(f"the body is not a form with one file: {error.message[:200]}", param="file") from error
+        raise InvalidRequest(f"the body is not such a form: {error.message[:200]}", param="file") from error
+    if any(isinstance(value, UploadFile) and (value.size or 0) > max_bytes for value in form.values()):
+        await form.close()
+        raise BodyTooLarge(f"the file is longer than {limit} {max_bytes}")
+    return form
 
 
 async def read_unused_body(request: Request) -> None:

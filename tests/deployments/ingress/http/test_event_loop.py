@@ -238,9 +238,7 @@ async def test_log_probabilities_of_a_long_prompt_do_not_hold_the_loop(is_chat: 
     assert (len(found), found[0], len(found[16_000])) == (16_001, None, 20)
 
 
-async def test_a_stream_that_begins_with_a_long_prompt_does_not_hold_the_loop(
-    client: httpx.AsyncClient, writing: Service
-) -> None:
+async def test_a_stream_that_begins_with_a_long_prompt_does_not_hold_the_loop(client: httpx.AsyncClient) -> None:
     body = {"model": "base", "prompt": [21] * 900, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
     assert (await client.post("/v1/completions", json=body | {"prompt": "a"})).status_code == 200
     steps = Steps()

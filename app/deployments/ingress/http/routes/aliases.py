@@ -8,7 +8,6 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.request_parsing import JsonBody, PageQuery, page_body
-from app.deployments.ingress.http.routes.loras import registry_page
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.loras import Alias, AliasBody, AliasVersionResponse, PromoteBody, RollbackBody
 from app.deployments.ingress.schemas.response_model import PageResponse
@@ -22,7 +21,10 @@ def add_alias_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.get("/v1/aliases", response_model=PageResponse[Alias])
     async def aliases(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List aliases."""
-        return registry_page(request, service, query, AliasEntry, alias_body)
+        tenant_id = http_principal(request).tenant_id
+        found = service.registry.page((AliasEntry,), limit=query.limit, after=query.after, tenant_id=tenant_id)
+        data = [alias_body(entry) for entry in found.entries if isinstance(entry, AliasEntry)]
+        return JSONResponse(page_body(data, has_more=found.has_more))
 
     @routes.get("/v1/aliases/{name:model}", response_model=Alias)
     async def alias(name: str, request: Request) -> Response:

@@ -58,7 +58,9 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
         """Upload a batch's input file: one JSON object per line."""
         caller = inference_principal(request)
         async with uploads.hold(caller.tenant_id):
-            form = await read_form(request, service.storage_config.max_file_bytes, "storage.max_file_bytes")
+            form = await read_form(
+                request, service.storage_config.max_file_bytes, "storage.max_file_bytes", max_files=1
+            )
             try:
                 file = await _store_upload(form, service, caller.tenant_id)
             finally:

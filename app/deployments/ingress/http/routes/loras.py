@@ -6,9 +6,9 @@ Lists are read from this ingress's copy of the registry and cost no call; a sing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.datastructures import FormData, UploadFile
@@ -51,7 +51,6 @@ from app.deployments.ingress.serializers.loras import (
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import (
     UPLOADED,
-    AliasEntry,
     CatalogEntry,
     LoadRequest,
     Registration,
@@ -300,27 +299,10 @@ def _sort_value(entry: CatalogEntry, field: str) -> float:
     }[field]
 
 
-EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
-
-
 class WaitQuery(QueryParams):
     """`wait`: answer when the work is done instead of at once."""
 
     wait: Flag | None = None
-
-
-def registry_page(
-    request: Request,
-    service: IngressService,
-    query: PageQuery,
-    kind: type[EntryT],
-    body: Callable[[EntryT], dict[str, Any]],
-) -> Response:
-    """A page of the caller's entries of one kind."""
-    tenant_id = http_principal(request).tenant_id
-    found = service.registry.page((kind,), limit=query.limit, after=query.after, tenant_id=tenant_id)
-    data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
-    return JSONResponse(page_body(data, has_more=found.has_more))
 
 
 async def unload_response(
@@ -366,7 +348,7 @@ def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
         load = LoadRequest(caller.tenant_id, name, UPLOADED, caller.who)
         async with uploads.hold(caller.tenant_id):
             if request.headers.get("content-type", "").lower().startswith(FORM_TYPE):
-                form = await read_form(request, max_bytes, limit)
+                form = await read_form(request, max_bytes, limit, max_files=2)
                 try:
                     config, weights = await _form_parts(form)
                     job, entry = await _upload(weights, load, config, service)

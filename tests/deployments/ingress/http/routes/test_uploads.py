@@ -113,8 +113,13 @@ async def test_a_form_that_is_no_upload_is_refused(http: httpx.AsyncClient, serv
         answer = await http.put(path, **sent)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
     service.reconfigure({"max_upload_bytes": 1024})
-    too_long = {"weights": ("w", bytes(3 << 20))}
-    assert (await http.put(path, files=too_long, data={"config": CONFIG})).status_code == 413
+    for num_bytes, message in (
+        (3 << 20, "1024 and the fields of a form, together"),
+        (1025, "limits.max_upload_bytes 1024"),
+    ):
+        files = {"weights": ("w", bytes(num_bytes))}
+        answer = await http.put(path, files=files, data={"config": CONFIG})
+        assert (answer.status_code, message in answer.text) == (413, True), answer.text
     assert (await http.post("/v1/loras", files=weights)).status_code == 415, "elsewhere a form is refused"
 
 
