@@ -52,6 +52,13 @@ HTTP_HOST = "POLYLORA_HTTP_HOST"
 #: Headers that proxies add and clients do not, besides Via and X-Forwarded-For, which HAProxy adds itself.
 PROXY_HEADERS = ("Forwarded", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP")
 
+#: Paths whose POST is charged as a request of the caller's limits; all others are calls. HAProxy repeats these, and no
+#: other POST, when an ingress is lost before it has answered.
+INFERENCE_PATHS = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/route", "/generate", "/tokenize", "/detokenize",
+})  # fmt: skip
+
 #: Suffix of either name where the environment holds the secret's SHA-256 in hexadecimal digits instead.
 DIGEST = "_SHA256"
 

@@ -26,6 +26,9 @@ What changes, and why:
 - Every error that HAProxy answers itself is JSON in OpenAI's shape, with Retry-After where the request may be repeated.
   For what is no HTTP, does not arrive in time, or has a head beyond its buffer, HAProxy knows only its built-in HTML or
   no answer; it closes the connection without one (`_UNANSWERED`). A head from `MAX_HEAD_BYTES` to the buffer gets 431.
+- A request that an ingress has not begun to answer when it is lost is sent to another one (`retry-on`, set by
+  `ray_env`), if it may be done twice: reading methods and inference. Others get a 502; a connection that could not be
+  made is always tried again.
 - HAProxy's own metrics and statistics do not listen unless their ports are requested
   (`RAY_SERVE_HAPROXY_METRICS_PORT`, `RAY_SERVE_HAPROXY_STATS_PORT`), and then on loopback.
 """
@@ -43,7 +46,7 @@ from typing import NamedTuple
 
 from app.cli.haproxy_supervisor import Supervisor, socket_of
 from app.cli.ray_env import MAX_HEAD_BYTES
-from app.config import HTTP_HOST, PROXY_HEADERS
+from app.config import HTTP_HOST, INFERENCE_PATHS, PROXY_HEADERS
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
 #: Sections that are left out unless their port is requested: (section, environment variable).
@@ -291,6 +294,9 @@ def _frontend(
         *_connection_rules(max_connections, unless),
         f"    {no_body} {{ req.fhdr(transfer-encoding) -m found }}",
         f"    {no_body} {{ req.hdr_val(content-length) gt {_MAX_UNUSED_BYTES} }}",
+        "    acl is_repeatable method GET HEAD OPTIONS",
+        f"    acl is_repeatable path_end {' '.join(sorted(INFERENCE_PATHS))}",
+        "    http-request disable-l7-retry if !is_repeatable",
         "    acl is_passed_on req.ver 1.0",
         *(f"    acl is_passed_on req.hdr({name}) -m found" for name in (*PROXY_HEADERS, "X-Forwarded-For")),
         '    http-request set-header Via "1.1 proxy" if is_passed_on !{ req.hdr(Via) -m found }',

@@ -58,6 +58,11 @@ HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "3", "three failed checks replace HAProxy's dead supervisor"),
     ("RAY_SERVE_HAPROXY_NBTHREAD", "1", "a step's events wake one thread, not four; a token takes it about 25 us"),
     ("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", str(HA_PROXY_BUFFER_BYTES), "heads of 32 KiB, with an adapter's configuration"),
+    (
+        "RAY_SERVE_HAPROXY_RETRY_ON",
+        "conn-failure empty-response",
+        "a request that an ingress lost before it answered goes to another one (`haproxy` says which may)",
+    ),
     ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers notice at once that an ingress drains"),
 )
 

@@ -51,9 +51,9 @@ WRITE = """if True:
 
 @pytest.fixture(scope="session")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What Ray writes in folder FOLDER for port 11111, by the number of ingresses: none, or one on port 22222."""
+    """What Ray writes in folder FOLDER for port 11111, by the number of ingresses: those on ports 22222 and 44444."""
     found = {}
-    for ports in ((), ("22222",)):
+    for ports in ((), ("22222",), ("22222", "44444")):
         folder = tmp_path_factory.mktemp("haproxy")
         command = [sys.executable, "-W", "ignore", "-c", WRITE, str(folder), "11111", *ports]
         environment = os.environ | {name: value for name, value, _ in HA_PROXY_SWITCHES}
@@ -75,7 +75,9 @@ class Write:
         text = text.replace("33333", str(self.fallback_port))
         (self.folder / "state").touch()
         path = self.folder / "haproxy.cfg"
-        path.write_text(text.replace("22222", str(ingress_ports[0])) if ingress_ports else text)
+        for placeholder, ingress_port in zip(("22222", "44444"), ingress_ports, strict=False):
+            text = text.replace(placeholder, str(ingress_port))
+        path.write_text(text)
         return path
 
 
@@ -492,6 +494,43 @@ def test_statistics_listen_nowhere_unless_asked_for_and_then_on_loopback(write: 
     assert "mode 666" not in changed
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "is_repeated"),
+    [
+        ("POST", "/v1/chat/completions", True),
+        ("POST", "/prefix/v1/embeddings", True),
+        ("GET", "/v1/models", True),
+        ("POST", "/v1/loras", False),
+        ("POST", "/v1/organization/projects", False),
+        ("DELETE", "/v1/loras/sql", False),
+    ],
+)
+async def test_a_request_that_an_ingress_lost_goes_to_another_one_unless_it_would_be_done_twice(
+    write: Write, method: str, path: str, is_repeated: bool
+) -> None:
+    bodies: list[bytes] = []
+
+    async def answer_once_two_came(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        """The first request of any ingress is lost with its connection, as when the process is killed."""
+        found = re.search(rb"(?i)content-length: (\d+)", head)
+        bodies.append(await reader.readexactly(int(found[1])) if found else b"")
+        if len(bodies) > 1:
+            await ok(reader, writer, head)
+
+    body = None if method != "POST" else b"x" * 20_000
+    async with (
+        ingress(answer_once_two_came) as first,
+        ingress(answer_once_two_came) as second,
+        haproxy(write, first, second) as door,
+        httpx.AsyncClient(base_url=door.url, timeout=60) as http,
+    ):
+        answer = await http.request(method, path, content=body)
+    assert (answer.status_code, len(bodies)) == ((200, 2) if is_repeated else (502, 1)), answer.text
+    assert set(bodies) == {body or b""}
+    if not is_repeated:
+        assert answer.json()["error"]["code"] == "ingress_lost"
+
+
 def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     text = write(8000, 30_000).read_text()
     before, after = text.splitlines(), rewritten(text, {503: tmp_path / "503.http"}, {}).splitlines()
@@ -502,7 +541,8 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     put_in = r"errorfile 503|log-format |http-re\w+ (set-header X-For|return|del-header X-Req|set-var\(txn.path)|"
     put_in += (
         "acl an_ingress|acl is_passed_on|http-request set-header Via|stats socket|timeout (client|http-request) |"
-        "stick-table|tcp-request connection|option http-[bi]|errorfile \\d+ /dev/null"
+        "stick-table|tcp-request connection|option http-[bi]|errorfile \\d+ /dev/null|"
+        "acl is_repeatable|http-request disable-l7-retry"
     )
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added

@@ -22,8 +22,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from app.config import INFERENCE_PATHS
 from app.deployments.ingress.error_responses import BodyTooLarge, ClientGone, InvalidJson, UnknownContentType
-from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
 from app.deployments.ingress.json_parser import parse_json
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.schemas.request_model import Body, BodyT, parse_body

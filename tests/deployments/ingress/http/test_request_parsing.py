@@ -15,10 +15,11 @@ from openai.resources import batches, files, models, responses
 from openai.resources.admin.organization import admin_api_keys, audit_logs, projects, usage
 from openai.resources.admin.organization.projects import api_keys, rate_limits, service_accounts, spend_limit
 
+from app.config import INFERENCE_PATHS
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.openapi import api_routes
-from app.deployments.ingress.http.request_parsing import INFERENCE_PATHS, query_names
+from app.deployments.ingress.http.request_parsing import query_names
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.routes.test_admin import ADMIN_KEY, client_with, transport
 

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
+from app.config import INFERENCE_PATHS
 from app.deployments.ingress.error_responses import TABLE
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.metering import INFERENCE_PATHS
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.object_storage.models import NewBatch, StoredResponse
 from app.deployments.registry.models import DEFAULT_TENANT

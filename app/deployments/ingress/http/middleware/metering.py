@@ -16,6 +16,7 @@ from typing import NamedTuple
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.config import INFERENCE_PATHS
 from app.deployments.ingress.error_responses import BodyTimeout
 from app.deployments.ingress.http.middleware.content_encoding import decode_body
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
@@ -26,11 +27,6 @@ from app.deployments.tenancy.quota.limits import LimitError
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.errors import QueueFull
 
-#: Paths whose POST is charged as a request of the caller's limits. All others are calls.
-INFERENCE_PATHS = frozenset({
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
-    "/v1/messages", "/v1/messages/count_tokens", "/v1/route", "/generate", "/tokenize", "/detokenize",
-})  # fmt: skip
 #: Bytes of a body per call, by what the route does with it: computes tokens, stores the bytes, or changes the registry
 #: entry by entry.
 INFERENCE_BYTES, UPLOAD_BYTES, CALL_BYTES = 64 << 10, 1 << 20, 1 << 10
