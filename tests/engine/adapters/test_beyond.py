@@ -44,7 +44,7 @@ def _set(name: str, *shape: int, fill: float = 0.0) -> Callable[[dict[str, Any]]
         (_set(f"{_P}model.layers.0.self_attn.q_proj.bias", 32), AdapterFormatError, "modules_to_save"),
         (_set(f"{_Q}.base_layer.weight", 32, 24), AdapterFormatError, "base_layer.weight"),
         (_set(f"{_P}lm_head.base_layer.weight", 64, 24), AdapterFormatError, "base_layer.weight"),
-        (_set(f"{_EMBED}.base_layer.weight", 63, 24), AdapterMismatch, r"weight' is \[63"),
+        (_set(f"{_EMBED}.base_layer.weight", 63, 24), AdapterMismatch, "embed_tokens.weight' has 63 rows"),
         (lambda t: t.pop(_ROWS), AdapterFormatError, "trainable_token_indices"),
         (_set(_ROWS, 3, 24), AdapterMismatch, "lm_head"),
         (_set(_ROWS, 2, 24, fill=np.nan), AdapterFormatError, "lm_head.*nan"),
