@@ -70,6 +70,8 @@ class CpuBackend(AdapterBackend):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
+        assert len(batch.token_ids) <= len(self._work.hidden), "the kernels do not check how long their arrays are"
+        assert len(batch.sample_rows) <= len(self._work.logits), "the kernels do not check how long their arrays are"
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         widest_rank = self._rows.widest(runs[:, 2])
         widest_of_experts = self._rows.widest_of_experts(runs[:, 2])

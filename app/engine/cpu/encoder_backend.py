@@ -67,6 +67,7 @@ class EncoderBackend(AdapterBackend):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`; no token is drawn."""
         assert batch.pooling is not None, "an encoder's requests are all embedded"
+        assert len(batch.token_ids) <= len(self._work.hidden), "the kernels do not check how long their arrays are"
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         step = encoder.EncoderStep(
             token_ids=batch.token_ids,

@@ -68,7 +68,8 @@ def _read(model: Any, backend: CpuBackend, folder: Path, options: dict[str, Any]
 def test_every_option_in_one_batch_is_pefts_and_leaves_the_others_alone(tmp_path: Path, tied: bool) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=tied)
     twin = fused_twin(model)
-    backend = backend_of(model, tmp_path / "model")
+    wide = CONFIG.model_copy(update={"max_num_batched_tokens": 2048, "max_num_seqs": 2048})
+    backend = backend_of(model, tmp_path / "model", wide)
     options = OPTIONS | {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | FUSED
     options |= dict.fromkeys(HALVES, OPTIONS["plain LoRA"])
     names = [str(name) for name in rng().permutation(list(options))]
@@ -98,6 +99,16 @@ def test_every_option_in_one_batch_is_pefts_and_leaves_the_others_alone(tmp_path
     for name in names:
         (alone,) = served_logits(backend, [adapters[name]], tokens)
         np.testing.assert_array_equal(alone, served[name], err_msg=name)
+
+
+def test_a_batch_beyond_the_engines_limits_is_not_computed(tmp_path: Path) -> None:
+    """The kernels would write behind their arrays."""
+    model = tiny_model("qwen2")
+    small = CONFIG.model_copy(update={"max_num_batched_tokens": 41, "max_num_seqs": 64})
+    backend = backend_of(model, tmp_path / "model", small)
+    assert len(served_logits(backend, [None], random_tokens(model, 1, 41))) == 1
+    with pytest.raises(AssertionError, match="how long their arrays are"):
+        served_logits(backend, [None, None], random_tokens(model, 1, 21))
 
 
 def test_own_norms_of_heads_are_pefts(tmp_path: Path) -> None:
