@@ -277,6 +277,18 @@ def test_every_control_names_tests_that_exist() -> None:
     page = (ROOT / "docs/reference/security.md").read_text()
     rows = [line for line in page.partition("## OWASP API")[2].splitlines() if re.match(r"\| (API)?\d", line)]
     assert len(rows) > 25
+    _check_tests(rows)
+
+
+def test_every_failure_mode_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/reference/failure-modes.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| (?!lost |condition )", line)]
+    assert len(rows) > 25
+    _check_tests(rows)
+
+
+def _check_tests(rows: list[str]) -> None:
+    """The last column of each row has path::name of one test or several, which exist."""
     functions: dict[str, set[str]] = {}
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rsplit("|", 2)[1])
