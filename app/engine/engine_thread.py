@@ -175,7 +175,7 @@ class StepWatchdog:
 
     The age counts only time between two samples that saw the same step, so a process that was stopped, or a machine
     that slept, does not look like a hanging step. `begin` and `end` are called by the thread that steps; `age_s` and
-    `usual_s` by one other thread.
+    `usual_s` by another, one call at a time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -51,7 +51,7 @@ class RunningEngine(Protocol):
         ...
 
     def check_progress(self, max_step_s: float) -> bool:
-        """Detect a step that hangs; to be called every second, always by the same thread.
+        """Detect a step that hangs; to be called every second, one call at a time. It may take seconds.
 
         A step that has run for over `max_step_s`, and many times longer than usual, fails the engine. Returns whether
         this call found that. Nothing is computed and no request is answered any more: the caller moves the requests to

@@ -105,7 +105,8 @@ class EngineService:
         """Detect a hanging step, until cancelled; its requests continue elsewhere."""
         while True:
             await asyncio.sleep(STEP_CHECK_INTERVAL_S)
-            if self.engine.check_progress(max_step_s) and self.engine.failure is not None:
+            has_failed = await asyncio.to_thread(self.engine.check_progress, max_step_s)  # it may end a process
+            if has_failed and self.engine.failure is not None:
                 self._hub.end(self._end_error(self.engine.failure))
 
     async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:

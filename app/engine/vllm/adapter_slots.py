@@ -68,6 +68,7 @@ class AdapterSlots:
         self._pinned_in_vllm: set[str] = set()
         self._num_ids = self._num_calls = self.num_writes = 0
         self._calls: dict[int, Future[str | None]] = {}
+        self._has_ended = False
         self._commands = ThreadPoolExecutor(1, "vllm-adapters")
 
     @property
@@ -131,6 +132,7 @@ class AdapterSlots:
 
     def fail(self) -> None:
         """The worker has ended: no command is answered any more. Any thread."""
+        self._has_ended = True
         for call in list(self._calls):
             self.on_done({"call": call, "error": "vLLM has ended"})
 
@@ -148,6 +150,8 @@ class AdapterSlots:
         self._num_calls += 1
         call, answer = self._num_calls, Future[str | None]()
         self._calls[call] = answer
+        if self._has_ended:  # `fail` may not have seen this call
+            self.fail()
         self._process.send({"type": kind, "call": call, **frame})
         return answer.result()
 

@@ -91,7 +91,7 @@ class Worker:
         self._outputs: list[Frame] = []
 
     async def serve(self) -> None:
-        """Answer frames until the socket closes or a `stop` arrives. Raises what vLLM died of."""
+        """Answer frames until their stream ends. Raises what vLLM died of."""
         health = asyncio.create_task(self._watch_health())
         receiver = asyncio.create_task(self._receive())
         done, _ = await asyncio.wait({health, receiver}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,8 +111,6 @@ class Worker:
                     call = asyncio.create_task(self._call(frame))
                     self._calls.add(call)
                     call.add_done_callback(self._calls.discard)
-                case "stop":
-                    return
                 case other:
                     raise ValueError(f"unknown frame type {other!r}")
 

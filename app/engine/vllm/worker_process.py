@@ -134,11 +134,10 @@ class WorkerProcess:
             time.sleep(0.01)  # until they have ended, and for those that they have just started
 
     def close(self) -> None:
-        """Ask the process to end, and end it."""
+        """Ask the process to end, by the end of its input, and end it."""
         self._is_closing = True
-        self.send({"type": "stop"})
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.shutdown(socket.SHUT_WR)  # ends a `send` to a process that reads nothing, too
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         self.kill()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import aclosing
+from typing import cast
 
 import pytest
 
 from app.deployments.replica import engine_service as module
+from app.deployments.rpc.transport import ReplicaGone
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import AdapterUnreadable
+from app.engine.errors import AdapterUnreadable, EngineFailure
+from app.engine.interface import RunningEngine
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.deployments.fleet import Fleet, FleetDispatcher
 from tests.fakes import fake_adapter, fake_request, fake_tokens
@@ -70,3 +74,33 @@ async def test_streams_of_an_engine_whose_step_hangs_go_on_elsewhere(monkeypatch
         watching.cancel()
         await dispatcher.close()
         fleet.stop()
+
+
+class SlowToEnd:
+    """An engine whose check ends a process, which takes a moment."""
+
+    def __init__(self) -> None:
+        self.is_checking, self.goes_on = threading.Event(), threading.Event()
+        self.failure: EngineFailure | None = None
+
+    def check_progress(self, max_step_s: float) -> bool:  # noqa: ARG002
+        self.is_checking.set()
+        assert self.goes_on.wait(20), "the event loop runs meanwhile"
+        self.failure = EngineFailure("it hangs")
+        return True
+
+
+async def test_requests_are_served_while_a_hanging_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_CHECK_INTERVAL_S", 0.01)
+    service = module.EngineService(TwoPlaces(), time.time, max_queued_requests=8)
+    engine = SlowToEnd()
+    service.start(cast("RunningEngine", engine))
+    watching = asyncio.create_task(service.watch_steps(0.2))
+    async with asyncio.timeout(60):
+        while not engine.is_checking.is_set():
+            await asyncio.sleep(0.01)
+        engine.goes_on.set()
+        with pytest.raises(ReplicaGone, match="it hangs"):
+            async for _ in service.frames("link"):
+                pass
+    watching.cancel()

@@ -66,8 +66,6 @@ class FakeWorker:
             while len(self.pending) >= 4 and len(self.pending) - 4 >= (size := int.from_bytes(self.pending[:4], "big")):
                 frame = msgpack.unpackb(self.pending[4 : 4 + size])
                 self.pending = self.pending[4 + size :]
-                if frame["type"] == "stop":
-                    return
                 self.handle(frame)
             if self.running:
                 time.sleep(step_s)

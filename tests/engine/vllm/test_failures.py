@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,19 @@ from app.engine.errors import (
 from app.engine.factory import create_engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.structured_output.grammar_builder import regex_grammar
-from app.engine.vllm.engine import VllmEngineThread
+from app.engine.vllm.engine import VllmEngineThread, worker_arguments
 from app.engine.vllm.lora_folder import LoraFolders
-from tests.engine.running import MAX_NUM_SEQS, Served, make_adapter, ref_of, vllm_section, write_model
+from app.engine.vllm.worker_process import WorkerProcess
+from tests.engine.running import (
+    FAKE_WORKER,
+    MAX_NUM_SEQS,
+    Served,
+    engine_config,
+    make_adapter,
+    ref_of,
+    vllm_section,
+    write_model,
+)
 
 PROMPT = (5, 6, 7, 8)
 BAD = 77
@@ -88,6 +99,22 @@ def test_a_worker_that_stops_is_ended_and_its_requests_answered(folder: Path) ->
     assert failure.computing
     assert not served.engine.check_progress(0.3), "found once"
     assert_all_failed(served, names)
+
+
+def test_a_worker_that_reads_nothing_is_closed(folder: Path) -> None:
+    """Its socket is full, so a frame more would wait for ever."""
+    checkpoint, config = load_checkpoint(folder), engine_config("fake")
+    command = [sys.executable, str(FAKE_WORKER)]
+    process = WorkerProcess(command, worker_arguments(checkpoint, config), {}, lambda _: None, lambda _: None)
+    process.wait_ready()
+    os.kill(process.pid, signal.SIGSTOP)
+    sending = threading.Thread(target=process.send, args=({"type": "abort", "ids": ["x" * (1 << 23)]},), daemon=True)
+    closing = threading.Thread(target=process.close, daemon=True)
+    for thread in (sending, closing):
+        thread.start()
+    for thread in (closing, sending):
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_failure_names_the_requests_that_may_have_caused_it(folder: Path) -> None:
