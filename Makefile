@@ -2,6 +2,7 @@
 # make test        the tests of every commit, in parallel: ten minutes on two cores   PYTEST_ARGS= WORKERS=
 # make test-nightly   the tests that `make test` omits, and property and fuzz tests twenty times as long: hours
 # make test-browser   the console in Chromium (apt install chromium fonts-inter npm): minutes
+# make test-vllm   the tests of engine.vllm with vLLM's CPU build, in an environment of 3 GB of its own: an hour
 # make lint        ruff, mypy and the links of the documentation
 # make docs        the generated pages of docs/reference, and the site in build/site
 #
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve fetch install test test-nightly test-browser lint docs clean
+.PHONY: serve fetch install test test-nightly test-browser test-vllm vllm lint docs clean
 
 # A configuration with a section `cuda:` or `xla:` needs the packages of that engine.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
@@ -58,6 +59,12 @@ test-browser: $(VENV)/.installed-test $(BROWSER)/.installed
 test-nightly:
 	@$(MAKE) test PYTEST_ARGS="--nightly -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"
 	$(BIN)/python -m pytest tests/e2e/service --engine xla
+
+# The environment also serves `make test-nightly POLYLORA_VLLM_PYTHON=$PWD/.venv/vllm/bin/python`.
+test-vllm: vllm
+	@POLYLORA_VLLM_PYTHON=$(CURDIR)/$(VENV)/vllm/bin/python $(MAKE) test WORKERS=1 PYTEST_ARGS="--nightly -m vllm -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"
+
+vllm: $(VENV)/.installed-vllm
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -110,4 +117,9 @@ $(VENV)/.installed-cuda: $(VENV)/.installed-torch
 $(VENV)/.installed-test: $(VENV)/.installed-torch
 	@echo "installing what the tests need"
 	@$(PIP) install --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-vllm: .ci/vllm_environment $(VENV)/.created
+	@echo "installing vLLM's CPU build (minutes the first time)"
+	@PYTHON=$(PYTHON) .ci/vllm_environment $(VENV)/vllm
 	@touch $@
