@@ -20,7 +20,7 @@ from app.cli.preflight import check_cache, check_device, check_folders, check_mo
 from app.cli.ray_env import has_ha_proxy
 from app.config import AppConfig
 from app.engine.adapters.sandbox.confinement import confinement_gaps
-from app.engine.config import CpuConfig
+from app.engine.config import CpuConfig, VllmConfig
 from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.memory_estimate import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.spec import ModelSpec
@@ -104,8 +104,7 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
     """The checks by name; each returns what it found or raises PolyloraError."""
 
     def engine() -> str:
-        check_device(settings.engine)
-        return f"engine.{settings.engine.device.name} is installed"
+        return check_device(settings.engine)
 
     def folders() -> str:
         check_folders(settings, os.environ)
@@ -144,8 +143,22 @@ def _model(settings: AppConfig) -> str:
     check_cache()
     spec = check_model(settings, resolve_model(settings.model.uri))
     if not isinstance(settings.engine.device, CpuConfig):
-        return f"{spec.name} is readable; whether it fits the device shows when the engine starts"
+        return f"{spec.name} is readable{_on_devices(spec, settings)}; whether it fits shows when the engine starts"
     return _INDENT.join(memory_lines(spec, settings, _available_bytes()))
+
+
+def _on_devices(spec: ModelSpec, settings: AppConfig) -> str:
+    """What vLLM takes of each device besides KV memory, in words; nothing for other engines."""
+    section = settings.engine.device
+    if not isinstance(section, VllmConfig):
+        return ""
+    value_bytes, shares = _FLOAT32 if section.dtype == "float32" else 2, section.tensor_parallel_size
+    weight_bytes = {"": value_bytes, "fp8": 1}.get(section.quantization)
+    parts = [] if weight_bytes is None else [f"{_size(weight_bytes * num_weights(spec) // shares)} of weights"]
+    parts.append(
+        f"{_size(settings.engine.lora_pool_rows * rank_row_bytes(spec, value_bytes) // shares)} of adapter slots"
+    )
+    return f": about {' and '.join(parts)} on each device"
 
 
 def _available_bytes() -> int:

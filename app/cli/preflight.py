@@ -51,12 +51,13 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
         raise ConfigError(f"{token} cannot be made private ({error.strerror}); {way_out}") from error
 
 
-def check_device(engine: EngineConfig) -> None:
-    """Raises ConfigError if a device section's packages are not installed or this machine lacks the device."""
+def check_device(engine: EngineConfig) -> str:
+    """What the device section finds on this machine, in words. Raises ConfigError if its packages are not installed or
+    this machine lacks the device."""
     engine.check_installed()
     from app.engine.factory import check_device_is_here  # heavy
 
-    check_device_is_here(engine)
+    return check_device_is_here(engine)
 
 
 def fetch_embedder(settings: AppConfig, progress: Progress) -> None:

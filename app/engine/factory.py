@@ -19,6 +19,7 @@ from app.engine.errors import CheckpointError, ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
+from app.engine.vllm.environment import found_vllm
 from app.engine.vllm.supported_features import SERVED as VLLM_FEATURES
 from app.engine.xla.supported_features import SERVED as XLA_FEATURES
 
@@ -78,12 +79,16 @@ def served_features(config: EngineConfig) -> frozenset[str]:
     return FEATURES
 
 
-def check_device_is_here(config: EngineConfig) -> None:
-    """Raise ConfigError for a GPU that this machine does not have. Imports torch, for `engine.cuda` only."""
+def check_device_is_here(config: EngineConfig) -> str:
+    """What the device section finds on this machine, in words. Raises ConfigError for a GPU or a vLLM that is not here.
+    Imports torch, for `engine.cuda` only."""
+    if isinstance(config.device, VllmConfig):
+        return found_vllm(config.device)
     if isinstance(config.device, CudaConfig):
         from app.engine.cuda import backend as cuda_backend
 
         cuda_backend.cuda_device(config.device.index)
+    return f"engine.{config.device.name} is installed"
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:

@@ -163,6 +163,23 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "ok    sandbox: " in said
 
 
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"dtype": "float32", "tensor_parallel_size": 2}, ": about 0.00 GiB of weights and 6.00 GiB of adapter slots"),
+        ({"quantization": "awq"}, ": about 6.00 GiB of adapter slots on each device"),
+    ],
+)
+def test_the_doctor_says_what_vllm_takes(
+    section: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "rank_row_bytes", lambda _, value_bytes: value_bytes << 20)
+    sizes = {"python": "python", "max_loras": 96, "max_lora_rank": 32}
+    settings = AppConfig.model_validate({"engine": {"vllm": {**sizes, **section}}})
+    assert says in doctor._on_devices(fake_spec(), settings)
+    assert doctor._on_devices(fake_spec(), AppConfig()) == ""
+
+
 def test_the_doctor_says_what_the_kernel_cannot_deny_adapters_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "confinement_gaps", list)
     assert doctor.sandbox_lines() == [

@@ -57,6 +57,20 @@ def test_the_command_reads_a_trace_and_says_what_is_needed(tmp_path: Path, capsy
     assert "line 1" in capsys.readouterr().err
 
 
+def test_with_vllm_the_command_has_to_be_told_its_kv_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"arrival_s": index * 0.1, "model": f"a{index % 7}"}) for index in range(100)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    engine = {"vllm": {"python": "python", "max_loras": 2, "max_lora_rank": 16}}
+    application = {"import_path": "app.main:build", "args": {"engine": engine}}
+    (tmp_path / "serve.yaml").write_text(json.dumps({"applications": [application]}))
+    arguments = ["capacity", "--trace", str(tmp_path / "trace.jsonl"), "--slo-ttft", "30"]
+    arguments += ["--config", str(tmp_path / "serve.yaml")]
+    assert main(arguments) == 1
+    assert "add --kv-tokens" in capsys.readouterr().err
+    assert main([*arguments, "--kv-tokens", "4096"]) == 0
+    assert "rank rows      32 of 32 in use" in capsys.readouterr().out, "two slots, each as large as the largest rank"
+
+
 @pytest.mark.parametrize(("field", "value"), [("step_s", -1), ("row_s", "x"), ("no_such", 1)])
 def test_a_table_of_costs_that_is_none_is_refused(field: str, value: object, tmp_path: Path) -> None:
     table = json.loads((Path(__file__).parents[2] / "app/simulation/costs.json").read_text())
