@@ -85,9 +85,14 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
     from app.engine.engine import max_model_len_of
     from app.engine.models.checkpoint import load_checkpoint
 
-    spec = load_checkpoint(path, settings.model.name).spec
-    max_model_len_of(settings.engine, spec)
-    return spec
+    checkpoint = load_checkpoint(path, settings.model.name)
+    if checkpoint.quantization and settings.engine.vllm is None:
+        raise ConfigError(
+            f"the weights of {settings.model.name!r} are quantised ({checkpoint.quantization}), which only engine.vllm "
+            f"reads; set engine.vllm or take another checkpoint than {path}"
+        )
+    max_model_len_of(settings.engine, checkpoint.spec)
+    return checkpoint.spec
 
 
 def check_preloaded(settings: AppConfig) -> None:

@@ -27,19 +27,24 @@ from app.engine.models.hf.encoder_weight_names import without_heads
 from app.engine.models.hf.safetensors_folder import TensorPlace, read_json, read_tensors, stored_tensors
 from app.engine.models.moe_weight_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.spec import ModelSpec
-from app.engine.models.weight_names import EMBEDDING, LM_HEAD, check_tensors
+from app.engine.models.weight_names import EMBEDDING, LM_HEAD, check_quantised, check_tensors
+
+#: The key of `config.json` that says how weights are quantised.
+QUANTIZATION = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`.
 
-    tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32.
+    tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32. `quantization`: the
+    method of weights that only vLLM reads; then `tensors` raises CheckpointError.
     """
 
     spec: ModelSpec
     tokenizer_source: Path
     tensors: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
+    quantization: str = ""
 
 
 def open_model(uri: str, name: str) -> Checkpoint:
@@ -73,6 +78,9 @@ def _load_gguf(path: Path, name: str) -> Checkpoint:
 def _load_folder(folder: Path, name: str) -> Checkpoint:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
+    quantization = config.get(QUANTIZATION)
+    if isinstance(quantization, dict) and config.get("model_type") != gpt_oss.FAMILY:
+        return _describe_quantised(folder, name, config, str(quantization.get("quant_method")))
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
     if is_encoder(config):
         return _load_encoder(folder, name, config, stored)
@@ -91,6 +99,25 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
         shapes_of, tensors_of = gpt_oss.canonical_shapes, gpt_oss.canonical_tensors
     check_tensors(spec, shapes_of(shapes))
     return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)))
+
+
+def _describe_quantised(folder: Path, name: str, config: dict[str, Any], method: str) -> Checkpoint:
+    """A checkpoint whose weights vLLM reads by itself: adapters need only the shapes of its modules."""
+    generation = folder / "generation_config.json"
+    stored = stored_tensors(folder, is_quantised=True)
+    spec = spec_from_config(
+        {key: value for key, value in config.items() if key != QUANTIZATION},
+        name,
+        _folder_digest(folder, stored),
+        read_json(generation) if generation.is_file() else None,
+    )
+    spec = replace(spec, pooling=folder_pooling(folder) or spec.pooling)
+    check_quantised(spec, {key: (place.shape, place.dtype) for key, place in stored.items()})
+
+    def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
+        raise CheckpointError(f"the weights of {name!r} are quantised ({method}), which only engine.vllm reads")
+
+    return Checkpoint(spec, folder, tensors, method)
 
 
 def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, TensorPlace]) -> Checkpoint:

@@ -39,6 +39,8 @@ LATENT_NORMS: dict[LatentNorm, str] = {
 POST_NORMS = {"post_attention_norm": "self_attn.output_norm", "post_mlp_norm": "mlp.output_norm"}
 #: Path of attention's sinks in the layer: a tensor, not a module.
 SINKS = "self_attn.sinks"
+#: Types of weights with one number per element.
+_UNPACKED = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -132,6 +134,20 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {list(found[name])}; the config implies {list(shape)}")
+
+
+def check_quantised(spec: ModelSpec, found: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """CheckpointError unless `found` (name -> shape and stored type) has every module of `spec`, in its shape where the
+    weights are not packed. Experts, whose layouts differ by method, are not looked at."""
+    modules = {name.removesuffix(".weight"): shape for name, shape in expected_tensors(spec).items()}
+    for module, shape in modules.items():
+        if ".experts." in module or module.endswith(".bias"):
+            continue
+        stored, dtype = found.get(f"{module}.weight", ((), ""))
+        if not dtype and f"{module}.qweight" not in found and f"{module}.weight_packed" not in found:
+            raise CheckpointError(f"checkpoint of {spec.name!r} lacks {module!r}")
+        if dtype in _UNPACKED and tuple(stored) != shape:
+            raise CheckpointError(f"module {module!r} has shape {list(stored)}; the config implies {list(shape)}")
 
 
 def canonical_gguf_name(name: str, own: Mapping[str, str] | None = None) -> str | None:

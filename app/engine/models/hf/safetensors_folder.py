@@ -29,10 +29,11 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor's file and shape."""
+    """A tensor's file, shape and stored type, by safetensors' name."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str = "F32"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -63,8 +64,8 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def stored_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Name -> file and shape, from the headers alone."""
+def stored_tensors(folder: Path, *, is_quantised: bool = False) -> dict[str, TensorPlace]:
+    """Name -> place, from the headers alone. Refuses types that this project cannot read unless `is_quantised`."""
     found: dict[str, TensorPlace] = {}
     for file in weight_files(folder):
         try:
@@ -73,13 +74,14 @@ def stored_tensors(folder: Path) -> dict[str, TensorPlace]:
                     if name.endswith(_NUMBERS):
                         continue
                     view = opened.get_slice(name)
-                    if view.get_dtype() not in (_BLOCK_DTYPES if name.endswith(_BLOCKS) else _DTYPES):
+                    readable = _BLOCK_DTYPES if name.endswith(_BLOCKS) else _DTYPES
+                    if not is_quantised and view.get_dtype() not in readable:
                         raise CheckpointError(
                             f"tensor {name!r} is stored as {view.get_dtype()}; readable are {', '.join(_DTYPES)}"
                         )
                     if name in found:
                         raise CheckpointError(f"tensor {name!r} is in {found[name].file.name} and in {file.name}")
-                    found[name] = TensorPlace(file, tuple(view.get_shape()))
+                    found[name] = TensorPlace(file, tuple(view.get_shape()), view.get_dtype())
         except SafetensorError as error:
             raise CheckpointError(f"{file} is not a valid safetensors file: {error}") from error
     if not (folder / _SINGLE).is_file():
