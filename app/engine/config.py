@@ -135,6 +135,9 @@ class VllmConfig(_Section):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV memory; auto: the checkpoint's."
     )
+    runner: Literal["generate", "pooling"] = Field(
+        "generate", description="generate: text. pooling: embeddings instead, pooled as the checkpoint says."
+    )
     quantization: str = Field(
         "", description="vLLM's quantization method (fp8, awq, gptq, ...); empty: what the checkpoint says."
     )

@@ -280,6 +280,11 @@ class Engine:
         return self._backend.limits.can_embed
 
     @property
+    def only_embeds(self) -> bool:
+        """Whether every request has to ask for an embedding."""
+        return self.spec.encoder is not None
+
+    @property
     def failure(self) -> EngineFailure | None:
         """See `RunningEngine.failure`."""
         return self._failure

@@ -34,6 +34,7 @@ def warm_up(engine: Engine) -> None:
     adapter = _null_adapter(engine.spec) if engine.max_rank else None
     card = adapter.card if adapter is not None else engine.merged
     ref = AdapterRef(WARM_UP, card.digest, WARM_UP) if card is not None else None
+    pooling = PoolingParams(engine.spec.pooling if engine.only_embeds else "mean")
     requests = []
     for index in range(NUM_REQUESTS + engine.can_embed):
         uses_adapter = adapter is not None and index % 2 == 1
@@ -52,7 +53,7 @@ def warm_up(engine: Engine) -> None:
             sampling,
             ref if uses_adapter or engine.merged is not None else None,
             cache_salt=WARM_UP.encode(),
-            pooling=PoolingParams("mean") if index == NUM_REQUESTS or engine.spec.encoder is not None else None,
+            pooling=pooling if engine.only_embeds or index == NUM_REQUESTS else None,
         )
         requests.append((request, adapter if uses_adapter else None))
     _run(engine, requests)

@@ -134,6 +134,22 @@ def test_log_probabilities_come_with_each_token(served: Served) -> None:
     assert all(line.top == () for chunk in served.chunks[chosen] for line in chunk.logprobs)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_log_probabilities_of_a_prompt_are_those_of_generating_it(served: Served, max_tokens: int) -> None:
+    adapter = make_adapter(served.spec, 1)
+    name = served.submit(PROMPT, adapter, num_logprobs=2)
+    tokens = served.tokens(name)
+    generated = [line for chunk in served.chunks[name] for line in chunk.logprobs]
+    again = served.submit((*PROMPT, *tokens), adapter, prompt_logprobs=2, max_tokens=max_tokens)
+    assert len(served.tokens(again)) == max_tokens
+    (lines,) = [chunk.prompt_logprobs for chunk in served.chunks[again] if chunk.prompt_logprobs]
+    assert [line.token_id for line in lines] == [*PROMPT[1:], *tokens]
+    for one, other in zip(generated, lines[len(PROMPT) - 1 :], strict=True):
+        assert other.rank == 1, "a greedy token is the most likely one"
+        assert [token_id for token_id, _ in other.top] == [token_id for token_id, _ in one.top]
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+
+
 def test_a_resumed_request_goes_on_where_it_was(served: Served) -> None:
     tokens = served.answer(PROMPT)
     name = served.submit(PROMPT, resume=tuple(tokens[:3]))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.capacity import _replica_size
 from app.cli.main import main
+from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.simulation.costs import read_costs, write_costs
 from app.simulation.fleet import Plan, simulate
@@ -68,7 +70,14 @@ def test_with_vllm_the_command_has_to_be_told_its_kv_memory(tmp_path: Path, caps
     assert main(arguments) == 1
     assert "add --kv-tokens" in capsys.readouterr().err
     assert main([*arguments, "--kv-tokens", "4096"]) == 0
-    assert "rank rows      32 of 32 in use" in capsys.readouterr().out, "two slots, each as large as the largest rank"
+    assert " of 32 in use" in capsys.readouterr().out, "two slots, each as large as the largest rank"
+    size = _replica_size(EngineConfig.model_validate(engine), 4096)
+    assert (size.kv_tokens, size.rank_alignment, size.max_num_batched_tokens, size.prefill_step_s) == (
+        4096,
+        16,
+        2048,
+        0,
+    )
 
 
 @pytest.mark.parametrize(("field", "value"), [("step_s", -1), ("row_s", "x"), ("no_such", 1)])

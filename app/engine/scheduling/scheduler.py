@@ -208,7 +208,7 @@ class Scheduler:
         after = sequence.num_computed = before + count - sequence.num_draft_tokens
         failure = sequence.constraint.error if sequence.constraint is not None else None
         if failure is not None or first_row in output.overflowed or any(row in output.overflowed for row in scored):
-            return self.live.end(sequence.request_id, "error", failure or _overflow_error(sequence))
+            return self.live.end(sequence.request_id, "error", failure or overflow_error(sequence))
         sequence.prompt_logprobs += _prompt_logprobs_of(output, scored)
         has_token = first_row is not None and sequence.max_tokens > 0
         token_ids = self._accept_tokens(sequence, output, first_row) if has_token and first_row is not None else ()
@@ -217,17 +217,17 @@ class Scheduler:
         if first_row is None:
             return None
         if not has_token:
-            return self._with_prompt_logprobs(sequence, self.live.finish(sequence, "length"))
+            return self.with_prompt_logprobs(sequence, self.live.finish(sequence, "length"))
         logprobs = _logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
         if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
             reason = sequence.finish_reason()
             assert reason is not None
-            return self._with_prompt_logprobs(sequence, self.live.finish(sequence, reason, token_ids, logprobs))
+            return self.with_prompt_logprobs(sequence, self.live.finish(sequence, reason, token_ids, logprobs))
         is_first = sequence.num_tokens == sequence.num_given + len(token_ids)
         chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
-        return self._with_prompt_logprobs(sequence, chunk)
+        return self.with_prompt_logprobs(sequence, chunk)
 
-    def _with_prompt_logprobs(self, sequence: Sequence, chunk: TokenChunk) -> TokenChunk:
+    def with_prompt_logprobs(self, sequence: Sequence, chunk: TokenChunk) -> TokenChunk:
         """The chunk with the log-probabilities of the prompt, if they have not been sent."""
         if not sequence.wants_prompt_logprobs:
             return chunk
@@ -241,7 +241,7 @@ class Scheduler:
         is_complete = sequence.num_computed == sequence.num_tokens
         vector = _pool_output(sequence, output, index, is_complete=is_complete)
         if vector is None:
-            return self.live.end(sequence.request_id, "error", _overflow_error(sequence))
+            return self.live.end(sequence.request_id, "error", overflow_error(sequence))
         self._publish(sequence, before)
         return self.live.finish(sequence, "stop", vector=vector) if is_complete else None
 
@@ -315,7 +315,7 @@ def _pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_co
     return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
 
 
-def _overflow_error(sequence: Sequence) -> Exception:
+def overflow_error(sequence: Sequence) -> Exception:
     """The error of a sequence whose next token or embedding is not a finite number."""
     where = f"is not a finite number after {sequence.num_tokens} tokens"
     adapter = sequence.request.adapter

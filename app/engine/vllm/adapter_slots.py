@@ -60,6 +60,7 @@ class AdapterSlots:
             extra_weights_bytes=1 << 62,  # so that the pool says when a slot is freed; folders are bounded by slots
             extra_bytes_of=lambda adapter: max(1, adapter.card.size_bytes),
             rank_rows_of=self._folders.check,
+            can_embed=config.runner == "pooling",
         )
         self._max_idle = config.max_cpu_loras - config.max_loras if config.max_cpu_loras else 0
         self._slots: dict[int, _Slot] = {}

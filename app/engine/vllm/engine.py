@@ -95,6 +95,9 @@ def worker_arguments(checkpoint: Checkpoint, config: EngineConfig) -> Frame:
         "structured_outputs_config": {"backend": "guidance"},
         "skip_tokenizer_init": not (folder / "tokenizer.json").is_file(),
     }
+    if section.runner == "pooling":
+        pooler = {"seq_pooling_type": checkpoint.spec.pooling.upper(), "use_activation": False}  # we normalise
+        arguments |= {"runner": "pooling", "convert": "embed", "pooler_config": pooler}
     if config.max_model_len:
         arguments["max_model_len"] = config.max_model_len
     if section.quantization:
@@ -181,6 +184,7 @@ class VllmEngine(Engine):
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
         """See `Engine.submit`. UnsupportedField for what vLLM would compute otherwise than it was asked."""
+        self._check_runner(request)
         sampling = request.sampling
         if 0 < sampling.temperature < _VLLM_MIN_TEMPERATURE:
             raise UnsupportedField(
@@ -190,13 +194,26 @@ class VllmEngine(Engine):
             )
         if sampling.grammar and request.resume_token_ids:
             raise NotReady("an answer with a grammar cannot be continued after its engine has ended; send it again")
-        if sampling.prompt_logprobs is not None:
-            raise UnsupportedField("engine.vllm returns no log-probabilities of prompts", param="prompt_logprobs")
         if sampling.grammar_prefix:
             raise UnsupportedField("engine.vllm continues no message with a grammar", param="continue_final_message")
         if sampling.grammar:
             lark_of(sampling.grammar)
         super().submit(request, adapter)
+
+    def _check_runner(self, request: GenerateRequest) -> None:
+        """vLLM either generates or embeds, and pools in one way. Raises UnsupportedField."""
+        if request.pooling is None and self.only_embeds:
+            raise UnsupportedField("engine.vllm.runner is pooling: it computes embeddings, not text", param="model")
+        if request.pooling is not None and not self.only_embeds:
+            raise UnsupportedField(
+                "engine.vllm computes embeddings with engine.vllm.runner: pooling only", param="pooling"
+            )
+        if request.pooling is not None and request.pooling.method != self.spec.pooling:
+            raise UnsupportedField(
+                f"pooling is {request.pooling.method!r} but engine.vllm pools as the checkpoint says: "
+                f"{self.spec.pooling!r}",
+                param="pooling",
+            )
 
     def pin_adapters(self, digests: Collection[str]) -> None:
         self._new_pins = frozenset(digests)
@@ -228,6 +245,10 @@ class VllmEngine(Engine):
             answer_now()
         else:
             loading.add_done_callback(answer_now)
+
+    @property
+    def only_embeds(self) -> bool:
+        return self.can_embed
 
     @property
     def has_work(self) -> bool:
@@ -352,9 +373,17 @@ def lark_of(grammar: str) -> str:
 def _generate_frame(sequence: Sequence, lora: LoraName | None) -> Frame:
     """A request as the worker takes it. Resumed tokens are part of the prompt."""
     request, sampling = sequence.request, sequence.request.sampling
+    given: Frame = {
+        "id": wire_id(sequence),
+        "token_ids": [*request.token_ids, *request.resume_token_ids],
+        "lora": lora.frame() if lora is not None else None,
+        "salt": request.cache_salt.hex(),
+    }
+    if request.pooling is not None:
+        return {"type": "embed", **given}
     num_resumed = len(request.resume_token_ids)
     options: Frame = {
-        "max_tokens": sampling.max_tokens - num_resumed,
+        "max_tokens": max(1, sampling.max_tokens - num_resumed),  # 0, for the prompt's log-probabilities: one too many
         "min_tokens": max(0, sampling.min_tokens - num_resumed),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -370,13 +399,8 @@ def _generate_frame(sequence: Sequence, lora: LoraName | None) -> Frame:
     }
     if sampling.logit_bias:
         options["logit_bias"] = [list(pair) for pair in sampling.logit_bias]
+    if sequence.wants_prompt_logprobs:
+        options["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
         options["grammar"] = lark_of(sampling.grammar)
-    return {
-        "type": "generate",
-        "id": wire_id(sequence),
-        "token_ids": [*request.token_ids, *request.resume_token_ids],
-        "sampling": options,
-        "lora": lora.frame() if lora is not None else None,
-        "salt": request.cache_salt.hex(),
-    }
+    return {"type": "generate", "sampling": options, **given}

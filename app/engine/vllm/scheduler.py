@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from app.engine.batch import ForwardOutput
 from app.engine.errors import EngineFailure, InvalidRequest, PolyloraError
-from app.engine.request import TokenChunk, TokenLogprobs
+from app.engine.request import PoolingParams, TokenChunk, TokenLogprobs
 from app.engine.scheduling.fair_queue import HELD_BLOCK_PRICE, INPUT_PRICE
 from app.engine.scheduling.schedule import Schedule
-from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.scheduler import Scheduler, embedding, overflow_error
 from app.engine.sequence import Sequence, Status
 from app.engine.vllm.worker_process import Frame
 
@@ -91,7 +93,9 @@ class VllmScheduler(Scheduler):
             return self._end(sequence, _error_of(line))
         if sequence.num_computed == 0:
             self._count_cached(sequence, line["cached"] or 0)
-        token_ids = tuple(line["tokens"])
+        if sequence.request.pooling is not None:
+            return self._commit_embedding(sequence, sequence.request.pooling, line["embedding"])
+        token_ids = tuple(line["tokens"]) if sequence.max_tokens > 0 else ()
         self._count_held(sequence)
         is_first = sequence.num_computed == 0
         self._meter.num_tokens_computed += sequence.num_tokens if is_first else len(token_ids)
@@ -105,10 +109,31 @@ class VllmScheduler(Scheduler):
             TokenLogprobs(token_id, value, tuple((other, its) for other, its in top))
             for token_id, (value, top) in zip(token_ids, line["logprobs"] or (), strict=False)
         )
+        sequence.prompt_logprobs += [
+            TokenLogprobs(token_id, value, tuple((other, its) for other, its in top), rank)
+            for token_id, (value, rank, top) in zip(
+                sequence.request.token_ids[1:], line.get("prompt_logprobs") or (), strict=False
+            )
+        ]
         if reason is not None:
             del self.sent[wire_id(sequence)]
-            return self.live.finish(sequence, reason, token_ids, logprobs)
-        return TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+            chunk = self.live.finish(sequence, reason, token_ids, logprobs)
+        else:
+            chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+        return self.with_prompt_logprobs(sequence, chunk)
+
+    def _commit_embedding(self, sequence: Sequence, pooling: PoolingParams, values: bytes) -> TokenChunk:
+        """The chunk of a pooled text. `values`: little-endian float32 [H], not normalised."""
+        del self.sent[wire_id(sequence)]
+        self._count_held(sequence)
+        self._meter.num_tokens_computed += sequence.num_tokens
+        sequence.num_computed = sequence.num_tokens
+        vector = embedding(np.frombuffer(values, "<f4").astype(np.float64), 1, pooling)
+        if vector is not None:
+            return self.live.finish(sequence, "stop", vector=vector)
+        chunk = self.live.end(sequence.request_id, "error", overflow_error(sequence))
+        assert chunk is not None, "a sent sequence is live"
+        return chunk
 
     def _end(self, sequence: Sequence, error: PolyloraError) -> TokenChunk:
         del self.sent[wire_id(sequence)]

@@ -101,7 +101,7 @@ class Worker:
     async def _receive(self) -> None:
         while (frame := await self._connection.receive()) is not None:
             match frame["type"]:
-                case "generate":
+                case "generate" | "embed":
                     self._tasks[frame["id"]] = asyncio.create_task(self._run(frame))
                 case "abort":
                     for request_id in frame["ids"]:
@@ -145,7 +145,7 @@ class Worker:
 
         request_id = frame["id"]
         try:
-            await self._generate(frame)
+            await (self._generate(frame) if frame["type"] == "generate" else self._embed(frame))
         except (asyncio.CancelledError, EngineDeadError):
             pass  # aborted: no output is expected; dead: `_watch_health` reports it for all
         except Exception as failure:
@@ -169,6 +169,8 @@ class Worker:
             last = {}
             if completion.finish_reason is not None:
                 last = {"finish": completion.finish_reason}
+            if params.prompt_logprobs is not None and output.prompt_logprobs:
+                last["prompt_logprobs"] = _prompt_logprobs(frame, output.prompt_logprobs, params.prompt_logprobs)
             self._emit(
                 {
                     "id": frame["id"],
@@ -178,6 +180,15 @@ class Worker:
                     **last,
                 }
             )
+
+    async def _embed(self, frame: Frame) -> None:
+        from vllm.pooling_params import PoolingParams
+
+        params = PoolingParams(task="embed", use_activation=False)
+        async for output in self._llm.encode(_prompt(frame), params, frame["id"], lora_request=_lora_request(frame)):
+            if output.finished:
+                values = output.outputs.data.float().cpu().numpy().astype("<f4").tobytes()
+                self._emit({"id": frame["id"], "embedding": values, "cached": 0, "finish": "stop"})
 
     def _emit(self, output: Frame) -> None:
         """Add an output to the frame that this turn of the event loop sends: one frame per step, not per request."""
@@ -224,12 +235,26 @@ def _logprobs(completion: Any, num_logprobs: int | None) -> list[Any]:
     return lines
 
 
+def _prompt_logprobs(frame: Frame, found: Any, num_logprobs: int) -> list[Any]:
+    """Per prompt token but the first: its log-probability, its rank, and the most likely tokens, best first."""
+    lines = []
+    for token_id, line in zip(frame["token_ids"][1:], found[1:], strict=True):
+        own = line[token_id]
+        values = sorted(((-other.logprob, each) for each, other in line.items()))
+        lines.append([own.logprob, own.rank, [[each, -value] for value, each in values[:num_logprobs]]])
+    return lines
+
+
 async def run(connection: Connection, arguments: Frame) -> None:
     """Load the model, say `ready`, and serve."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if "pooler_config" in arguments:
+        from vllm.config import PoolerConfig
+
+        arguments = arguments | {"pooler_config": PoolerConfig(**arguments["pooler_config"])}
     if current_platform.is_cpu():  # the processes that compute find it, as they have this one's path
         arguments = {"worker_extension_cls": "cpu_lora.CpuLora"} | arguments
     usage = Usage()

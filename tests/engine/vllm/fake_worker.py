@@ -13,6 +13,7 @@ import math
 import os
 import select
 import socket
+import struct
 import sys
 import time
 import zlib
@@ -42,7 +43,7 @@ class FakeWorker:
         self.connection, self.arguments = connection, arguments
         self.fake: Frame = arguments.get("fake", {})
         config = json.loads((Path(arguments["model"]) / "config.json").read_text())
-        self.vocab_size = config["vocab_size"]
+        self.vocab_size, self.hidden_size = config["vocab_size"], config["hidden_size"]
         self.loaded: OrderedDict[int, int] = OrderedDict()  # lora id -> a checksum of its folder
         self.used_ids: set[int] = set()
         self.pinned: set[int] = set()
@@ -73,7 +74,7 @@ class FakeWorker:
 
     def handle(self, frame: Frame) -> None:
         match frame["type"]:
-            case "generate":
+            case "generate" | "embed":
                 for name, token_id in self.fake.items():
                     if name.endswith("_on_token") and token_id in frame["token_ids"]:
                         return self.misbehave(name, frame)
@@ -123,7 +124,7 @@ class FakeWorker:
     def step(self) -> None:
         lines = []
         for name, request in list(self.running.items()):
-            lines.append(self.token(request))
+            lines.append(self.token(request) if request.frame["type"] == "generate" else self.vector(request))
             if "finish" in lines[-1]:
                 del self.running[name]
         self.outputs(lines)
@@ -133,6 +134,13 @@ class FakeWorker:
         usage = min(1.0, used / (NUM_BLOCKS * BLOCK_SIZE))
         numbers = {"kv_usage": usage, "num_waiting": 0, "num_preemptions": 0}
         self.send({"type": "outputs", "outputs": lines, **numbers})
+
+    def vector(self, request: Request) -> Frame:
+        lora = request.frame["lora"]
+        weights = 0 if lora is None else self.loaded[lora["lora_id"]]
+        values = [mix(request.known, weights, 0, index) for index in range(self.hidden_size)]
+        packed = struct.pack(f"<{len(values)}f", *values)
+        return {"id": request.frame["id"], "embedding": packed, "cached": 0, "finish": "stop"}
 
     def token(self, request: Request) -> Frame:
         frame, options = request.frame, request.frame["sampling"]
@@ -149,12 +157,23 @@ class FakeWorker:
         order = sorted(
             range(self.vocab_size), key=lambda each: (-bias.get(each, 0), mix(request.known, weights, seed, each))
         )
+        prompt_lines = []
+        if options.get("prompt_logprobs") is not None and request.num_new == 0:
+            for index in range(1, len(request.known)):
+                ranked = sorted(
+                    range(self.vocab_size), key=lambda each: (mix(request.known[:index], weights, seed, each), each)
+                )
+                rank = ranked.index(request.known[index])
+                top = [[each, -math.log(place + 2)] for place, each in enumerate(ranked[: options["prompt_logprobs"]])]
+                prompt_lines.append([-math.log(rank + 2), rank + 1, top])
         stops = set(options["stop_token_ids"])
         is_early = request.num_new < options["min_tokens"]
         token_id = next(each for each in order if not (is_early and each in stops))
         request.known.append(token_id)
         request.num_new += 1
         line: Frame = {"id": frame["id"], "tokens": [token_id], "logprobs": [], "cached": cached}
+        if prompt_lines:
+            line["prompt_logprobs"] = prompt_lines
         if (count := options["logprobs"]) is not None:
             values = {each: -math.log(rank + 2) for rank, each in enumerate(order)}
             line["logprobs"] = [[values[token_id], [[each, values[each]] for each in order[:count]]]]

@@ -211,8 +211,6 @@ def test_what_vllm_would_change_is_refused(folder: Path) -> None:
         served.submit(PROMPT, temperature=0.005)
     with pytest.raises(NotReady, match="grammar"):
         served.submit(PROMPT, grammar=regex_grammar("w5", "regex"), resume=(5,))
-    with pytest.raises(UnsupportedField, match="log-probabilities of prompts"):
-        served.submit(PROMPT, prompt_logprobs=1)
     with pytest.raises(UnsupportedField, match="continues no message"):
         served.submit(PROMPT, grammar=regex_grammar("w5", "regex"), grammar_prefix="w")
     with pytest.raises(UnsupportedField, match="one grammar"):
