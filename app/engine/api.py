@@ -77,7 +77,7 @@ class LLM:
         self._engine = new_engine(checkpoint, config)
         self._base_copies = BaseWeightDedup(checkpoint, served_features(config))
         self._supported_features = served_features(config)
-        self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer), ChatTemplateSandbox()
+        self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer, self.spec), ChatTemplateSandbox()
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # unread chunks of live requests
@@ -193,11 +193,15 @@ class LLM:
         pooling: PoolingParams | None = None,
     ) -> tuple[GenerateRequest, LoraAdapter | None]:
         adapter = self.load_adapter(path) if path is not None else None
+        own = AdapterTokenizer.from_json(adapter.card.text if adapter is not None else "")
+        sampling = SamplingParams(**own.sampling) if sampling is None else sampling
+        if sampling.eos_token_ids is None:
+            sampling = replace(sampling, eos_token_ids=own.eos_token_ids)
         request = GenerateRequest(
             request_id=str(next(self._request_ids)),
             tenant_id=TENANT,
             token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
-            sampling=sampling or SamplingParams(),
+            sampling=sampling,
             adapter=AdapterRef(str(path), adapter.card.digest, TENANT) if adapter is not None else None,
             pooling=pooling,
         )

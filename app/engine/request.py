@@ -29,6 +29,8 @@ class SamplingParams:
     of a grammar that the answer follows (`app.engine.structured_output.grammar_builder`), "" for none; its text begins
     with `grammar_prefix`, which the prompt ends with, and the answer is the rest. `prompt_logprobs`:
     like `num_logprobs`, for the prompt's own tokens; with a `max_tokens` of 0 they are all that is computed.
+    `eos_token_ids`: the ids that end the answer unless `ignore_eos`, which an adapter may have of its own; None: the
+    model's. With a grammar they are special tokens.
     """
 
     max_tokens: int = 16
@@ -48,6 +50,7 @@ class SamplingParams:
     grammar: str = ""
     grammar_prefix: str = ""
     prompt_logprobs: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
 
 
 @message

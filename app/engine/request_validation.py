@@ -118,6 +118,8 @@ def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
         )
     for token_id in params.stop_token_ids:
         _integer("stop_token_ids", token_id, 0, spec.vocab_size - 1)
+    for token_id in params.eos_token_ids or ():
+        _integer("eos_token_ids", token_id, 0, spec.vocab_size - 1)
     _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
     if len(params.logit_bias) > MAX_BIASES:
         raise InvalidRequest(

@@ -114,9 +114,9 @@ class Sequence:
         self.root = root_hash(spec.digest, root_digest, request.cache_salt)
         self.block_hashes: list[bytes] = []
 
-        eos = () if sampling.ignore_eos else spec.eos_token_ids
-        self.stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos)
-        self.end_ids = self.stop_ids | frozenset(spec.eos_token_ids)
+        own = spec.eos_token_ids if sampling.eos_token_ids is None else sampling.eos_token_ids
+        self.stop_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else own)
+        self.end_ids = self.stop_ids | frozenset(own) | frozenset(spec.eos_token_ids)
         self.bias = _bias(dict(sampling.logit_bias)) if sampling.logit_bias else None
         self.stop_bias: Bias | None = None
         if sampling.min_tokens and self.stop_ids:

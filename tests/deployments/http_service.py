@@ -21,6 +21,7 @@ from app.deployments.ingress.preprocess.tokenizer_service import TokenizerServic
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.rpc.transport import Frame
 from app.deployments.tenancy.usage.prices import Prices
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, tool_format
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 from app.engine.request import GenerateRequest, Usage
@@ -35,7 +36,7 @@ RATES = PricingContext(Prices(_PRICES, "base"), "base")
 
 
 class Letters:
-    """A vocabulary of 61 characters, one token each."""
+    """A vocabulary of 61 characters, one token each. An adapter's template is written before the messages."""
 
     max_model_len = 128
     vocab_size = 61
@@ -57,8 +58,8 @@ class Letters:
         continue_final_message: bool = False,  # noqa: ARG002
         tenant_id: str = "",  # noqa: ARG002
     ) -> list[int]:
-        written = json.dumps(extra) if extra else ""
-        return self.encode(written + text + "".join(f"{message['role']}:{message['content']}|" for message in messages))
+        written = (json.dumps(extra) if extra else "") + (AdapterTokenizer.from_json(text).chat_template or "")
+        return self.encode(written + "".join(f"{message['role']}:{message['content']}|" for message in messages))
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         return tool_format(text)

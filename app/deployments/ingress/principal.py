@@ -90,6 +90,7 @@ def load_request(
     pinned: bool | None = None,
     traffic_weight: float | None = None,
     description: str | None = None,
+    defaults: str | None = None,
     *,
     adapters: AdaptersConfig,
 ) -> LoadRequest:
@@ -98,7 +99,7 @@ def load_request(
     A project may use only folders below `<root>/<project id>/`, and what `adapters.urls` and `adapters.hub` have for
     it; others are the operator's or another project's.
     """
-    check_settings(caller, pinned, traffic_weight, description)
+    check_settings(caller, pinned, traffic_weight, description, defaults)
     if source.startswith("file:///"):  # Dynamo's spelling of a path
         source = source.removeprefix("file://")
     if holds_key(source):  # sources are shown in the audit log and in events
@@ -114,7 +115,7 @@ def load_request(
         )
     if caller.kind == "project" and "://" in source:
         check_project_source(adapters, caller.tenant_id, source)
-    return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight, description)
+    return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight, description, defaults)
 
 
 def compose_request(
@@ -124,20 +125,28 @@ def compose_request(
     pinned: bool | None = None,
     traffic_weight: float | None = None,
     description: str | None = None,
+    defaults: str | None = None,
 ) -> LoadRequest:
     """`load_request` for a combination of adapters that the caller may use. Raises ManagementRefused,
     InvalidRequest."""
-    check_settings(caller, pinned, traffic_weight, description)
-    return LoadRequest(caller.tenant_id, name, combination.source, caller.who, pinned, traffic_weight, description)
+    check_settings(caller, pinned, traffic_weight, description, defaults)
+    source = combination.source
+    return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight, description, defaults)
 
 
 def check_settings(
-    caller: Principal, pinned: bool | None, traffic_weight: float | None, description: str | None = None
+    caller: Principal,
+    pinned: bool | None,
+    traffic_weight: float | None,
+    description: str | None = None,
+    defaults: str | None = None,
 ) -> None:
     """Raises ManagementRefused if a project sets pins or weights, which affect shared memory, and InvalidRequest for a
-    description with an API key, because the audit log, events and lists show it."""
+    description or defaults with an API key, because the audit log, events and lists show them."""
     if holds_key(description or ""):
         raise InvalidRequest("the description contains an API key; remove it", param="description")
+    if holds_key(defaults or ""):
+        raise InvalidRequest("the defaults contain an API key; remove it", param="defaults")
     if caller.kind == "project" and (pinned or traffic_weight is not None):
         raise ManagementRefused("only the operator may pin adapters or set traffic weights, with an admin key")
 

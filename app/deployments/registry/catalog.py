@@ -184,6 +184,7 @@ class Catalog:
         pinned: bool | None = None,
         traffic_weight: float | None = None,
         description: str | None = None,
+        defaults: str | None = None,
         tenant_id: str,
         who: str,
     ) -> CatalogEntry:
@@ -192,7 +193,12 @@ class Catalog:
         Raises NotFound, AdapterTooLarge for a pin that does not fit beside the others, InvalidRequest for a pin of an
         adapter that is not loaded.
         """
-        given = {"pinned": pinned, "traffic_weight": traffic_weight, "description": description}
+        given = {
+            "pinned": pinned,
+            "traffic_weight": traffic_weight,
+            "description": description,
+            "defaults": defaults,
+        }
         changes = {field: value for field, value in given.items() if value is not None}
         key = self._name_condition(adapters, tenant_id, name)
         with self._database.write() as connection:

@@ -64,7 +64,8 @@ class CatalogEntry:
     An adapter that has not been read (REGISTERED) has no digest, and its rank and sizes are 0. `size_bytes` is its size
     in host memory, `extra_bytes` its device memory beside rank rows. `last_used_s` is set only by a query for one name,
     not in lists and published tables. `description` comes from the load request, or else from the card. `text`,
-    `invocation_tokens`, `metadata` and `is_zero` are the `AdapterCard`'s.
+    `invocation_tokens`, `metadata` and `is_zero` are the `AdapterCard`'s. `defaults`: what requests for this name take
+    where they say nothing, as a JSON object ("" for none); they win over the defaults of the adapter's own files.
     """
 
     ref: AdapterRef
@@ -82,6 +83,7 @@ class CatalogEntry:
     invocation_tokens: tuple[int, ...] = ()
     metadata: str = ""
     is_zero: bool = False
+    defaults: str = ""
 
     @property
     def name(self) -> str:
@@ -110,13 +112,14 @@ class Registration:
     source: str
     traffic_weight: float | None = None
     description: str | None = None
+    defaults: str | None = None
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request to load a name. `pinned` and `traffic_weight` None: as before; `description` None: from the adapter's
-    card.
+    """A request to load a name. `pinned`, `traffic_weight` and `defaults` None: as before; `description` None: from the
+    adapter's card.
     """
 
     tenant_id: str
@@ -126,6 +129,7 @@ class LoadRequest:
     pinned: bool | None = None
     traffic_weight: float | None = None
     description: str | None = None
+    defaults: str | None = None
 
 
 @message
@@ -190,7 +194,7 @@ class AliasVersion:
 @message
 @dataclass(frozen=True, slots=True)
 class RegistryJob:
-    """A load or an unload. `pinned` and `traffic_weight` None: unchanged.
+    """A load or an unload. `pinned`, `traffic_weight` and `defaults` None: unchanged.
 
     `generation` and `digest` are known when a load is done; for an unload always, unless there was only a load to
     cancel. `owner` is the store that works on it, `number` its place in the order of requests.
@@ -213,6 +217,7 @@ class RegistryJob:
     owner: str = field(default="", kw_only=True)
     number: int = field(default=0, kw_only=True)
     description: str | None = field(default=None, kw_only=True)
+    defaults: str | None = field(default=None, kw_only=True)
 
     @property
     def is_done(self) -> bool:
@@ -223,7 +228,7 @@ class RegistryJob:
         """The request of a load."""
         return LoadRequest(
             self.tenant_id, self.name, self.source, self.requested_by, self.pinned, self.traffic_weight,
-            self.description,
+            self.description, self.defaults,
         )  # fmt: skip
 
 

@@ -125,12 +125,13 @@ class RegistryService:
         pinned: bool | None = None,
         traffic_weight: float | None = None,
         description: str | None = None,
+        defaults: str | None = None,
     ) -> CatalogEntry:
         """Change the settings of a name (None: unchanged). Raises NotFound, InvalidRequest for a long description."""
         check_description(description)
         configure = partial(self._registry.catalog.configure, name, tenant_id=tenant_id, who=who)
         return await self.change_feed.change(
-            lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
+            lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description, defaults=defaults)
         )
 
     async def change_alias(self, name: str, tenant_id: str, change: Callable[[Aliases], AliasEntry]) -> AliasEntry:

@@ -183,8 +183,8 @@ class AdapterReader:
             packed = self._texts.strip_base_packed(packed)
         if self._signatures and packed.card.text:
             raise AdapterUntrusted(
-                "the adapter has a chat template or special tokens of its own, which signatures do not cover; "
-                "remove its tokenizer files from the folder"
+                "the adapter has a chat template, special tokens or generation defaults of its own, which signatures "
+                "do not cover; remove its tokenizer files and its generation_config.json from the folder"
             )
         return packed
 
@@ -227,7 +227,7 @@ def open_adapter_reader(
         events,
         signatures=config.signing.trust.is_enabled,
         base_copies=BaseWeightDedup(checkpoint, supported_features),
-        texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source)),
+        texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source), spec),
     )
 
 

@@ -231,13 +231,20 @@ class StoreService(Generic[H]):
         pinned: bool | None = None,
         traffic_weight: float | None = None,
         description: str | None = None,
+        defaults: str | None = None,
     ) -> CatalogEntry:
         """Change the settings of a name (None: unchanged). Raises NotFound, AdapterTooLarge for a pin that does not
         fit.
         """
         self._on_call()
         return await self._registry_service.configure(
-            name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight, description=description
+            name,
+            tenant_id=tenant_id,
+            who=who,
+            pinned=pinned,
+            traffic_weight=traffic_weight,
+            description=description,
+            defaults=defaults,
         )
 
     @remote_method

@@ -1,4 +1,5 @@
-"""Token ids of a conversation, written with the base's chat template or with an adapter's own.
+"""Token ids of a conversation, written with the base's chat template or with an adapter's own, and what else of an
+adapter's tokenizer and generation defaults differs from the base's.
 
 An adapter's template runs in another process (`ChatTemplateSandbox`), the base's in this one.
 """
@@ -18,6 +19,7 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest
 from app.engine.models.chat.chat_template import check_variables
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
+from app.engine.models.spec import ModelSpec
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 
 
@@ -49,7 +51,7 @@ def encode_chat(
         "tools": tools,
         "extra": extra,
     }
-    if own.chat_template is None and not own.special_tokens:
+    if not own.changes_prompts:
         prompt = tokenizer.render_chat(messages, **fields)
     else:
         source = own.chat_template or (tokenizer.chat_template if tools is None else tokenizer.tool_template)
@@ -71,8 +73,8 @@ class AdapterTokenizerCache:
     needed.
     """
 
-    def __init__(self, load: Callable[[], Tokenizer]) -> None:
-        self._load, self._lock = load, threading.Lock()
+    def __init__(self, load: Callable[[], Tokenizer], spec: ModelSpec) -> None:
+        self._load, self._spec, self._lock = load, spec, threading.Lock()
         self._base: Tokenizer | None = None
 
     def strip_base(self, card: AdapterCard) -> AdapterCard:
@@ -82,7 +84,7 @@ class AdapterTokenizerCache:
             return card
         with self._lock:
             self._base = self._base or self._load()
-        text = own_tokenizer(AdapterTokenizer.from_json(card.text), self._base).to_json()
+        text = own_tokenizer(AdapterTokenizer.from_json(card.text), self._base, self._spec).to_json()
         if len(text.encode()) > DEFAULT_LIMITS.max_text_bytes:
             raise AdapterTooLarge(
                 f"the adapter's chat template and tokens have {len(text.encode())} bytes that the base model does not "
@@ -96,11 +98,13 @@ class AdapterTokenizerCache:
         return packed._replace(header=packed.header | {"card": packed.header["card"] | {"text": card.text}})
 
 
-def own_tokenizer(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
-    """The parts of `text` that differ from the base's and matter to a prompt.
+def own_tokenizer(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> AdapterTokenizer:
+    """The parts of `text` that differ from the base's and matter to a prompt or to where an answer ends.
 
-    Raises AdapterMismatch for a token that the base's tokenizer lacks or has under another id: no prompt could contain
-    it.
+    The `eos_token_id` of the result are all tokens that end an answer: those of the adapter's generation_config.json,
+    or else the base's; and before them the tokenizer's eos_token if it is not the base's, as transformers' trainer
+    aligns a generation_config with a tokenizer. Raises AdapterMismatch for a token that the base's tokenizer lacks or
+    has under another id: no prompt could contain it.
     """
     for token, token_id in text.added_tokens.items():
         found = base.token_id(token)
@@ -117,4 +121,28 @@ def own_tokenizer(text: AdapterTokenizer, base: Tokenizer) -> AdapterTokenizer:
         for name, token in text.special_tokens.items()
         if name in used and token != base.special_tokens.get(name, "")
     }
-    return AdapterTokenizer(template, special, {})
+    generation = {name: value for name, value in text.generation.items() if name != "eos_token_id"}
+    ends = _end_ids(text, base, spec)
+    if set(ends) != set(spec.eos_token_ids):
+        generation["eos_token_id"] = list(ends)
+    return AdapterTokenizer(template, special, {}, generation)
+
+
+def _end_ids(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> tuple[int, ...]:
+    """See `own_tokenizer`."""
+    ends = list(text.generation.get("eos_token_id", spec.eos_token_ids))
+    if outside := [token_id for token_id in ends if token_id >= spec.vocab_size]:
+        raise AdapterMismatch(
+            f"the adapter's generation_config.json ends answers with token {outside[0]}, but '{spec.name}' has "
+            f"{spec.vocab_size} tokens; the adapter was trained on another model"
+        )
+    token = text.special_tokens.get("eos_token", "")
+    if token and token != base.special_tokens.get("eos_token"):
+        token_id = base.token_id(token)
+        if token_id is None:
+            raise AdapterMismatch(
+                f"the adapter's tokenizer ends answers with {short(token)}, which is no token of the base's; train "
+                "with the base's own tokenizer"
+            )
+        ends.insert(0, token_id)
+    return tuple(dict.fromkeys(ends))

@@ -1,4 +1,4 @@
-"""An adapter's own chat template and special tokens, from the tokenizer files beside its weights.
+"""An adapter's own chat template, special tokens and generation defaults, from the files beside its weights.
 
 The files are untrusted: reads are bounded and checked, and a template must parse. `adapter_chat` decides what differs
 from the base's.
@@ -8,50 +8,88 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from app.engine.adapters.limits import ReadLimits, open_plain_file, read_bounded, reading
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge, CheckpointError
 
-#: Tokenizer files that trainers save beside an adapter; other files in the folder are ignored.
-SMALL_TEXT_FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+#: Files of the tokenizer and of generation that trainers save beside an adapter; other files in the folder are ignored.
+GENERATION_CONFIG = "generation_config.json"
+SMALL_TEXT_FILES = (
+    "chat_template.jinja",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    GENERATION_CONFIG,
+)
 TEXT_FILES = (*SMALL_TEXT_FILES, "tokenizer.json")
 _ADDED = '"added_tokens":'
+#: Fields of generation_config.json that a request has under the same name.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 #: tokenizer.json begins with its added tokens; its vocabulary and merges are not read.
 _HEAD_BYTES = 8 << 20
 
 
 class AdapterTokenizer(NamedTuple):
     """chat_template: Jinja source or None. special_tokens: name → text ("eos_token" → "<|im_end|>"; "" for null).
-    added_tokens: text → id of tokens that are matched as a whole.
+    added_tokens: text → id of tokens that are matched as a whole. generation: the fields of generation_config.json
+    that are applied (`GENERATION_FIELDS`), by transformers' names.
     """
 
     chat_template: str | None
     special_tokens: Mapping[str, str]
     added_tokens: Mapping[str, int]
+    generation: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def changes_prompts(self) -> bool:
+        """Whether a conversation is written otherwise than for the base."""
+        return self.chat_template is not None or bool(self.special_tokens)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...] | None:
+        """The ids that end an answer; None: the base's."""
+        found = self.generation.get("eos_token_id")
+        return None if found is None else tuple(found)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The generation defaults, by the names of `SamplingParams`; `do_sample: false` is greedy."""
+        found = {name: self.generation[name] for name in _SAMPLING if name in self.generation}
+        if "max_new_tokens" in self.generation:
+            found["max_tokens"] = self.generation["max_new_tokens"]
+        return found | ({"temperature": 0.0} if self.generation.get("do_sample") is False else {})
+
+    def without_sampling(self) -> AdapterTokenizer:
+        """The same with no generation defaults but the ids that end an answer."""
+        kept = {name: value for name, value in self.generation.items() if name == "eos_token_id"}
+        return self._replace(generation=kept)
 
     def to_json(self) -> str:
         """JSON, or "" if there is nothing to say."""
-        return json.dumps(self._asdict(), sort_keys=True) if any(self) else ""
+        fields = self._asdict() | {"generation": dict(self.generation)}
+        return json.dumps(fields, sort_keys=True) if any(self) else ""
 
     @classmethod
     def from_json(cls, text: str) -> AdapterTokenizer:
         """The opposite of `to_json`. Raises AdapterFormatError."""
         if not text:
             return cls(None, {}, {})
-        found = parse_object(text.encode(), "the adapter's text")
-        template, special, added = (found.get(name) for name in cls._fields)
+        found = {"generation": {}} | parse_object(text.encode(), "the adapter's text")
+        template, special, added, generation = (found.get(name) for name in cls._fields)
         if (
             set(found) != set(cls._fields)
             or not isinstance(template, str | None)
             or not (isinstance(special, dict) and all(isinstance(token, str) for token in special.values()))
             or not (isinstance(added, dict) and all(type(token_id) is int for token_id in added.values()))
+            or not isinstance(generation, dict)
         ):
             raise AdapterFormatError(f"the adapter's text is {short(text)}; write it with `polylora convert`")
-        return cls(template, special, added)
+        return cls(template, special, added, _generation(generation))
 
 
 def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
@@ -80,7 +118,8 @@ def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer
             raise AdapterFormatError(
                 f"the adapter's tokenizer has {short(text)} as {short(token_id)}, which is no token id"
             )
-    return AdapterTokenizer(_read_template(folder, config, limits), special, added)
+    generation = _generation(_object(folder / GENERATION_CONFIG, limits))
+    return AdapterTokenizer(_read_template(folder, config, limits), special, added, generation)
 
 
 def write_adapter_tokenizer(folder: Path, text: AdapterTokenizer) -> None:
@@ -91,6 +130,59 @@ def write_adapter_tokenizer(folder: Path, text: AdapterTokenizer) -> None:
         special = {name: token or None for name, token in text.special_tokens.items()}
         (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2, sort_keys=True) + "\n")
         (folder / "added_tokens.json").write_text(json.dumps(text.added_tokens, indent=2, sort_keys=True) + "\n")
+    if text.generation:
+        (folder / GENERATION_CONFIG).write_text(json.dumps(dict(text.generation), indent=2, sort_keys=True) + "\n")
+
+
+def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The applied fields of a generation_config.json; null is absent, and `eos_token_id` becomes a list. Raises
+    AdapterFormatError.
+    """
+    found: dict[str, Any] = {}
+    for name, (is_valid, wanted) in GENERATION_FIELDS.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        if name == "eos_token_id":
+            value = list(dict.fromkeys(value)) if _is_list_of_ids(value) else [value]
+        if not is_valid(value):
+            raise AdapterFormatError(f"'{GENERATION_CONFIG}' has {name} {short(value)}; it must be {wanted}")
+        found[name] = value
+    return found
+
+
+def _is_number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and low <= value <= high
+
+
+def _is_count(low: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value < 2**31
+
+
+def _is_list_of_ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and 1 <= len(value) <= MAX_EOS_TOKENS
+        and all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in value)
+    )
+
+
+#: End-of-sequence tokens of one adapter.
+MAX_EOS_TOKENS = 64
+#: The fields of generation_config.json that are applied: name → (whether a value is valid, what is valid). The ranges
+#: are those of a request's fields.
+GENERATION_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        "eos_token_id": (_is_list_of_ids, f"a token id or a list of 1 to {MAX_EOS_TOKENS}"),
+        "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+        "temperature": (_is_number(0, 2), "a number from 0 to 2"),
+        "top_p": (_is_number(0, 1), "a number from 0 to 1"),
+        "top_k": (_is_count(0), "a whole number from 0 on"),
+        "min_p": (_is_number(0, 1), "a number from 0 to 1"),
+        "repetition_penalty": (_is_number(1e-9, 10), "a number above 0 and at most 10"),
+        "max_new_tokens": (_is_count(1), "a whole number from 1 on"),
+    }
+)
 
 
 def _object(path: Path, limits: ReadLimits) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -51,6 +51,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a fifth of a second for 50,000 tokens."""
+        self._eos_token_ids = tuple(eos_token_ids)
         tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
@@ -61,9 +62,11 @@ class Vocabulary:
         """Compiled grammars in memory."""
         return len(self._compiled)
 
-    def matcher(self, grammar: str, tenant_id: str, prefix: str = "") -> GrammarMatcher:
+    def matcher(
+        self, grammar: str, tenant_id: str, prefix: str = "", eos_token_ids: Sequence[int] | None = None
+    ) -> GrammarMatcher:
         """A matcher at the beginning of an answer, or behind `prefix`. Compiled grammars are kept for a tenant's next
-        request.
+        request. eos_token_ids: the tokens that end this answer; None: the vocabulary's own.
 
         Raises InvalidRequest.
         """
@@ -77,7 +80,8 @@ class Vocabulary:
             if len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
-        matcher = GrammarMatcher(found.deep_copy())  # a fresh copy: llguidance's limits count per matcher
+        ends = None if eos_token_ids is None else EndTokens(self._eos_token_ids, tuple(eos_token_ids))
+        matcher = GrammarMatcher(found.deep_copy(), ends)  # a fresh copy: llguidance's limits count per matcher
         if prefix:
             matcher.consume(self._tokenizer.greedy_tokenize(prefix))
         return matcher
@@ -108,13 +112,28 @@ class Vocabulary:
         return frozenset(found)
 
 
+class EndTokens(NamedTuple):
+    """The tokens that end an answer of a sequence with ends of its own: `own` instead of the vocabulary's."""
+
+    vocabulary: tuple[int, ...]
+    own: tuple[int, ...]
+
+    def correct(self, words: NDArray[np.uint32], *, may_end: bool) -> None:
+        """Allow the own ends in a mask [W] where the answer may end, and no other end anywhere."""
+        for token_id in {*self.vocabulary, *self.own}:
+            words[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+        for token_id in self.own if may_end else ():
+            words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
 class GrammarMatcher:
     """The position of one answer in its grammar. One thread at a time."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_ends", "_matcher")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, ends: EndTokens | None = None) -> None:
         self._matcher = matcher
+        self._ends = ends
 
     def consume(self, token_ids: list[int]) -> None:
         """Advance by the answer's next tokens. Raises InvalidRequest for one that the grammar does not allow."""
@@ -130,10 +149,12 @@ class GrammarMatcher:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar is too complex at this point: {why(self._matcher.get_error())}")
+        if self._ends is not None:
+            self._ends.correct(words, may_end=self.is_complete())
 
     def copy(self) -> GrammarMatcher:
         """A copy at the same position, independent of this matcher."""
-        return GrammarMatcher(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy(), self._ends)
 
     def forced_token_ids(self) -> list[int]:
         """The next tokens, as the tokenizer would write them, if the grammar allows only one text.

@@ -71,7 +71,9 @@ class GrammarCompiler:
         error: PolyloraError | None = None
         try:
             sampling = sequence.request.sampling
-            matcher = self._vocabulary.result().matcher(sampling.grammar, sequence.tenant_id, sampling.grammar_prefix)
+            matcher = self._vocabulary.result().matcher(
+                sampling.grammar, sequence.tenant_id, sampling.grammar_prefix, sampling.eos_token_ids
+            )
             if sequence.finish_reason() is None:
                 matcher.consume(list(sequence.request.resume_token_ids))
             sequence.constraint = Constraint(matcher, num_seen=len(sequence.request.resume_token_ids))

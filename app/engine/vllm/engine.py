@@ -198,6 +198,9 @@ class VllmEngine(Engine):
             raise UnsupportedField("engine.vllm continues no message with a grammar", param="continue_final_message")
         if sampling.grammar:
             lark_of(sampling.grammar)
+            if sampling.eos_token_ids is not None:  # vLLM's grammars end with the model's own tokens
+                ends = tuple(dict.fromkeys((*sampling.eos_token_ids, *self.spec.eos_token_ids)))
+                request = replace(request, sampling=replace(sampling, eos_token_ids=ends))
         super().submit(request, adapter)
 
     def _check_runner(self, request: GenerateRequest) -> None:
@@ -391,7 +394,7 @@ def _generate_frame(sequence: Sequence, lora: LoraName | None) -> Frame:
         "min_p": sampling.min_p,
         "seed": sampling.seed & MAX_SEED,
         "stop_token_ids": sorted(sequence.stop_ids),
-        "ignore_eos": True,  # the base's ends are among the stop tokens unless the request ignores them
+        "ignore_eos": True,  # the ends are among the stop tokens unless the request ignores them
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,

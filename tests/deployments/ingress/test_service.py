@@ -11,6 +11,7 @@ from app.config import HttpConfig
 from app.deployments.ingress.preprocess import adapter_directory
 from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
@@ -120,7 +121,7 @@ async def test_a_request_is_its_caller_s(service: Service) -> None:
 
 async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) -> None:
     service.managed.store.contents |= {"own": "d1", "plain": "d2"}
-    service.managed.store.texts["d1"] = "mine|"
+    text = service.managed.store.texts["d1"] = AdapterTokenizer("mine|", {}, {}).to_json()
     for name in ("own", "plain"):
         await service.managed.registry_service.loads.load_and_wait(wanted(name, name))
     letters, asked = service.preprocessor.tokenizer, "user:hi|"
@@ -130,7 +131,7 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
         assert list(job.requests[0].token_ids) == letters.encode(wanted_text)
     entry = service.managed.registry.catalog.get("own", **MINE)
     assert entry is not None
-    assert entry.text == "mine|"
+    assert entry.text == text
     service.managed.store.contents["own"] = "d3"  # contents without a text of their own take the name over
     await service.managed.registry_service.loads.load_and_wait(wanted("own", "own"))
     assert service.preprocessor.directory.text(entry.ref) == ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat, own_tokenizer
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
@@ -33,6 +34,8 @@ OWN = (
 )
 CHAT = [{"role": "user", "content": "ab a"}]
 SPEC = tiny_spec()
+#: A base with the vocabulary of `fast`, whose answers end with </s>.
+BYTES = replace(SPEC, vocab_size=260, eos_token_ids=(257,))
 
 
 def fast() -> PreTrainedTokenizerFast:
@@ -77,9 +80,9 @@ def text_of(folder: Path) -> AdapterTokenizer:
 def test_the_bases_own_tokenizer_saved_along_says_nothing(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, fast())
     assert text_of(folder).chat_template == BASE
-    assert own_tokenizer(text_of(folder), base) == AdapterTokenizer(None, {}, {})
+    assert own_tokenizer(text_of(folder), base, BYTES) == AdapterTokenizer(None, {}, {})
     card = read_adapter(folder, SPEC).card
-    assert AdapterTokenizerCache(lambda: base).strip_base(card).text == ""
+    assert AdapterTokenizerCache(lambda: base, BYTES).strip_base(card).text == ""
     assert read_adapter(adapter(tmp_path / "bare"), SPEC).card.text == ""
 
 
@@ -91,8 +94,9 @@ def test_a_prompt_is_the_one_that_transformers_makes_with_the_adapters_tokenizer
     tokenizer.chat_template = template
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.pad_token = "<pad>"
-    own = own_tokenizer(text_of(adapter(tmp_path, tokenizer)), base)
-    assert own == AdapterTokenizer(None if template == BASE else OWN, {"eos_token": "<|im_end|>"}, {})
+    own = own_tokenizer(text_of(adapter(tmp_path, tokenizer)), base, BYTES)
+    ends = {"eos_token_id": [258, 257]}
+    assert own == AdapterTokenizer(None if template == BASE else OWN, {"eos_token": "<|im_end|>"}, {}, ends)
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         CHAT, add_generation_prompt=True, return_dict=True
     )
@@ -147,13 +151,13 @@ def test_a_template_is_found_wherever_trainers_save_it(tmp_path: Path, files: di
 )
 def test_a_token_that_the_base_lacks_is_refused_by_name(tmp_path: Path, base: Tokenizer, files: dict[str, str]) -> None:
     with pytest.raises(AdapterMismatch, match="token '<tool>' as id 260 and the base's does not have it"):
-        own_tokenizer(text_of(adapter(tmp_path, **files)), base)
+        own_tokenizer(text_of(adapter(tmp_path, **files)), base, BYTES)
 
 
 def test_a_token_under_another_id_is_refused_by_name(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, added_tokens=json.dumps({"<pad>": 7}))
     with pytest.raises(AdapterMismatch, match="'<pad>' as id 7 and the base's has it as 259"):
-        own_tokenizer(text_of(folder), base)
+        own_tokenizer(text_of(folder), base, BYTES)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +194,9 @@ def test_the_text_comes_through_the_reading_process_and_changed_files_are_read_a
 def test_the_text_survives_conversion(tmp_path: Path) -> None:
     tokenizer = fast()
     tokenizer.chat_template = OWN
-    stored = read_raw_adapter(adapter(tmp_path / "it", tokenizer), None)
+    generation = '{"eos_token_id": 258, "temperature": 0.25, "do_sample": true}'
+    stored = read_raw_adapter(adapter(tmp_path / "it", tokenizer, generation_config=generation), None)
+    assert AdapterTokenizer.from_json(stored.text).generation["eos_token_id"] == [258]
     write_card(tmp_path / "it.lora.arrow", ArrowCard("it", stored, {}))
     card = read_card(tmp_path / "it.lora.arrow").raw
     write_peft_folder(tmp_path / "again", card)
@@ -205,9 +211,87 @@ def test_a_card_with_another_text_is_refused(text: str) -> None:
         AdapterTokenizer.from_json(text)
 
 
+def test_generation_defaults_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    saved = GenerationConfig(
+        eos_token_id=[258, 257], do_sample=True, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_new_tokens=9,
+        repetition_penalty=1.2, pad_token_id=259,
+    )  # fmt: skip
+    saved.save_pretrained(tmp_path)
+    found = text_of(adapter(tmp_path))
+    theirs = GenerationConfig.from_pretrained(tmp_path)
+    assert dict(found.generation) == {name: getattr(theirs, name) for name in found.generation}
+    assert found.sampling == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_tokens": 9, "repetition_penalty": 1.2,
+    }  # fmt: skip
+    assert found.eos_token_ids == (258, 257)
+    greedy = text_of(adapter(tmp_path / "greedy", generation_config='{"do_sample": false, "temperature": 0.5}'))
+    assert greedy.sampling == {"temperature": 0.0}
+    card = read_adapter(tmp_path, SPEC).card
+    kept = AdapterTokenizer.from_json(AdapterTokenizerCache(fast_base, BYTES).strip_base(card).text)
+    assert kept == AdapterTokenizer(None, {}, {}, found.generation)
+
+
+def fast_base() -> Tokenizer:
+    return Tokenizer(fast().backend_tokenizer, {"bos_token": "<s>", "eos_token": "</s>"}, {"default": BASE})
+
+
+@pytest.mark.parametrize(
+    ("config", "eos_token", "ends"),
+    [
+        ({}, "</s>", None),
+        ({"eos_token_id": 257}, "</s>", None),
+        ({"eos_token_id": None}, "</s>", None),
+        ({"eos_token_id": 258}, "</s>", [258]),
+        ({"eos_token_id": [257, 258, 257]}, "</s>", [257, 258]),
+        ({}, "<|im_end|>", [258, 257]),
+        ({}, None, None),
+        ({"eos_token_id": 259}, "<|im_end|>", [258, 259]),
+        ({"eos_token_id": [257, 258]}, "<|im_end|>", [258, 257]),
+    ],
+)
+def test_an_adapter_ends_answers_with_its_own_tokens(
+    tmp_path: Path, base: Tokenizer, config: dict[str, object], eos_token: str | None, ends: list[int] | None
+) -> None:
+    """As transformers' trainer aligns a generation_config with a tokenizer whose eos_token differs."""
+    files = {"generation_config": json.dumps(config), "tokenizer_config": json.dumps({"eos_token": eos_token})}
+    own = own_tokenizer(text_of(adapter(tmp_path, **files)), base, replace(BYTES, eos_token_ids=(257,)))
+    assert own.generation.get("eos_token_id") == ends
+    assert own.eos_token_ids == (None if ends is None else tuple(ends))
+
+
+def test_ends_that_the_base_cannot_write_are_refused_by_name(tmp_path: Path, base: Tokenizer) -> None:
+    outside = text_of(adapter(tmp_path / "id", generation_config='{"eos_token_id": [257, 260]}'))
+    unknown = text_of(adapter(tmp_path / "text", tokenizer_config='{"eos_token": "<end>"}'))
+    with pytest.raises(AdapterMismatch, match="ends answers with token 260, but 'tiny' has 260 tokens"):
+        own_tokenizer(outside, base, replace(BYTES, name="tiny"))
+    with pytest.raises(AdapterMismatch, match="ends answers with '<end>', which is no token of the base's"):
+        own_tokenizer(unknown, base, BYTES)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eos_token_id": "</s>"}, "eos_token_id .* a token id or a list"),
+        ({"eos_token_id": []}, "eos_token_id .* a token id or a list"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id .* a token id or a list"),
+        ({"eos_token_id": True}, "eos_token_id .* a token id or a list"),
+        ({"temperature": 3}, "temperature 3; it must be a number from 0 to 2"),
+        ({"temperature": "1"}, "temperature '1'; it must be a number"),
+        ({"top_k": 1.5}, "top_k 1.5; it must be a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"do_sample": 1}, "do_sample 1; it must be true or false"),
+    ],
+)
+def test_generation_defaults_that_no_request_could_have_are_refused(
+    tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(AdapterFormatError, match=message):
+        text_of(adapter(tmp_path, generation_config=json.dumps(config)))
+
+
 def test_what_is_packed_is_settled_too(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, fast(), chat_template=OWN)
-    packed = AdapterTokenizerCache(lambda: base).strip_base_packed(pack_adapter(read_adapter(folder, SPEC)))
+    packed = AdapterTokenizerCache(lambda: base, BYTES).strip_base_packed(pack_adapter(read_adapter(folder, SPEC)))
     assert AdapterTokenizer.from_json(packed.card.text) == AdapterTokenizer(OWN, {}, {})
 
 
@@ -226,10 +310,10 @@ def test_a_template_is_bounded(tmp_path: Path, place: str) -> None:
 
 
 def test_what_every_ingress_would_hold_is_bounded(tmp_path: Path, base: Tokenizer) -> None:
-    config = json.dumps({"eos_token": "x" * (256 << 10)})
-    folder = adapter(tmp_path, chat_template="{{ eos_token }}", tokenizer_config=config)
+    config = json.dumps({"bos_token": "x" * (256 << 10)})
+    folder = adapter(tmp_path, chat_template="{{ bos_token }}", tokenizer_config=config)
     with pytest.raises(AdapterTooLarge, match="at most 262144 are served"):
-        AdapterTokenizerCache(lambda: base).strip_base(read_adapter(folder, SPEC).card)
+        AdapterTokenizerCache(lambda: base, BYTES).strip_base(read_adapter(folder, SPEC).card)
 
 
 def test_the_python_api_writes_an_adapters_prompt_with_its_template(tmp_path: Path) -> None:

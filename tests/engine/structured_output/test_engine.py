@@ -25,6 +25,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = json_grammar(SCHEMA, "schema")
+WORDS = json_grammar(SCHEMA | {"properties": {"a": {"enum": ["ab", "bb"]}}}, "schema")
 
 
 def make_engine(grammars: object = tiny_vocabulary) -> tuple[Engine, FakeBackend]:
@@ -65,6 +66,20 @@ def test_an_answer_follows_its_grammar_and_ends_where_it_is_complete() -> None:
         chunks = finish(engine, "r")["r"]
         assert chunks[-1].finish_reason == "stop"
         assert json.loads(text_of(answer(chunks))) in ({"a": True}, {"a": None})
+    engine.close()
+
+
+@pytest.mark.parametrize("own", [(0,), (0, 2)], ids=str)
+def test_an_answer_ends_with_its_adapters_own_tokens_where_its_grammar_may_end(own: tuple[int, ...]) -> None:
+    engine, _ = make_engine()
+    seen = set()
+    for seed in range(12):
+        engine.submit(fake_request("r", [1, 2, 3], sampling=params(WORDS, seed=seed, eos_token_ids=own)))
+        chunks = finish(engine, "r")["r"]
+        assert chunks[-1].finish_reason == "stop"
+        seen.add(chunks[-1].matched_stop)
+        assert json.loads(text_of(answer(chunks)[:-1]))["a"] in ("ab", "bb")
+    assert seen == set(own)
     engine.close()
 
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from app.deployments.ingress.preprocess.adapter_defaults import AdapterDefaults, adapter_defaults
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.rpc.background_tasks import Tasks
@@ -76,6 +77,13 @@ class AdapterDirectory:
             return "" if entry is None else entry.text
         parts = [part.ref for part in parse_combination(ref.uri).parts]
         return common_text([part.name for part in parts], list(map(self.text, parts)))
+
+    def defaults(self, ref: AdapterRef | None) -> AdapterDefaults:
+        """What a request for this adapter takes where it says nothing. A combination that a request names has no
+        defaults of its own but the tokens that end answers, which its parts share.
+        """
+        entry = None if ref is None else self._registry.entry_of(ref)
+        return adapter_defaults(self.text(ref), "" if entry is None else entry.defaults)
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -17,9 +17,16 @@ from app.config import LimitsConfig
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.preprocess.adapter_defaults import parsed_text
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
 from app.deployments.ingress.preprocess.adapter_resolution import AdapterResolver
-from app.deployments.ingress.preprocess.sequence_builder import FieldNames, RequestIds, SequenceBuilder, request_ids
+from app.deployments.ingress.preprocess.sequence_builder import (
+    FieldNames,
+    RequestIds,
+    SequenceBuilder,
+    TokenLimit,
+    request_ids,
+)
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar, requested_grammar
 from app.deployments.ingress.preprocess.tokenizer_service import (
     MAX_INLINE_CHARS,
@@ -35,6 +42,8 @@ from app.deployments.ingress.preprocess.tools import (
 )
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import (
+    DEFAULT_COMPLETION_TOKENS,
+    DEFAULT_GENERATE_TOKENS,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -89,7 +98,7 @@ class RequestPreprocessor:
         self._dispatcher = dispatcher
         self.limits = limits
         self._sequence_builder = SequenceBuilder(
-            tokenizer, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter
+            tokenizer, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter, directory.defaults
         )
         self._accounting = accounting
         self._clock = clock
@@ -150,7 +159,7 @@ class RequestPreprocessor:
                 body,
                 [token_ids],
                 [resolved.ref],
-                body.token_limit,
+                TokenLimit(body.token_limit),
                 num_logprobs,
                 names,
                 requested=requested,
@@ -177,13 +186,17 @@ class RequestPreprocessor:
     async def chat_ids(self, body: ChatFields, ref: AdapterRef | None, caller: Principal) -> Sequence[int]:
         """Token ids of a conversation with this adapter, up to the assistant's turn.
 
+        The adapter's default system prompt is for conversations without a system message.
+
         An adapter's own template may be slow: a tenant renders one at a time, and those that wait are served in turn
         between tenants. Raises InvalidRequest, QueueFull, NotReady.
         """
-        text = self.directory.text(ref)
+        text, system_prompt = self.directory.text(ref), self.directory.defaults(ref).system_prompt
 
         def encode() -> Sequence[int]:
             messages, tools = template_messages(body.messages), template_tools(body)
+            if system_prompt is not None and all(message["role"] != "system" for message in messages):
+                messages = [{"role": "system", "content": system_prompt}, *messages]
             return self.tokenizer.encode_chat(
                 messages,
                 text,
@@ -194,7 +207,7 @@ class RequestPreprocessor:
                 caller.tenant_id,
             )
 
-        if text:
+        if parsed_text(text).changes_prompts:
             async with self._rendering.hold(caller.tenant_id):
                 return await _run_to_end(asyncio.get_running_loop().run_in_executor(self._render_threads, encode))
         return await in_worker_if_long(num_chars_until(body, MAX_INLINE_CHARS + 1), encode)
@@ -220,7 +233,7 @@ class RequestPreprocessor:
                 body,
                 token_ids,
                 [resolved.ref] * len(prompts),
-                body.max_tokens,
+                TokenLimit(body.token_limit, DEFAULT_COMPLETION_TOKENS),
                 body.logprobs,
                 names,
                 echoes=await self._echoes(prompts) if body.echo else (),
@@ -250,8 +263,9 @@ class RequestPreprocessor:
         self._sequence_builder.check_sequences(len(body.names), params.n, names)
         refs = [await self.resolver.resolve(None, caller, name, adapters=body.adapters) for name in body.names]
         token_ids = await self.prompt_ids(body.texts, "text")
+        limit = TokenLimit(params.token_limit, DEFAULT_GENERATE_TOKENS)
         return await self._task(
-            request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
+            request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, limit, None, names
         )
 
     def _check_generates(self) -> None:
@@ -289,7 +303,7 @@ class RequestPreprocessor:
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
         refs: Sequence[AdapterRef | None],
-        max_tokens: int | None,
+        limit: TokenLimit,
         num_logprobs: int | None,
         names: FieldNames,
         *,
@@ -307,7 +321,7 @@ class RequestPreprocessor:
         if requested is not None:
             await asyncio.to_thread(self.tokenizer.check_grammar, requested)
         requests = self._sequence_builder.build(
-            ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, prompt_logprobs, names,
+            ids, caller, arrival_s, fields, prompts, refs, limit, num_logprobs, prompt_logprobs, names,
             requested, prediction, is_stream=is_stream,
         )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from app.config import LimitsConfig
+from app.deployments.ingress.preprocess.adapter_defaults import AdapterDefaults
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.principal import Principal
@@ -32,6 +33,14 @@ class FieldNames(NamedTuple):
     num_answers: str = "n"
 
 
+class TokenLimit(NamedTuple):
+    """The most tokens of an answer: as the client has requested, and the route's default; None: the rest of the
+    context."""
+
+    requested: int | None
+    default: int | None = None
+
+
 class RequestIds(NamedTuple):
     """A request's id as its client sees it, and a unique one."""
 
@@ -49,9 +58,12 @@ class SequenceBuilder:
         limits: Callable[[], LimitsConfig],
         max_model_len: Callable[[], int],
         needs_adapter: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
+        defaults: Callable[[AdapterRef | None], AdapterDefaults],
     ) -> None:
-        """needs_adapter: for each prompt whether it needs its adapter."""
+        """needs_adapter: for each prompt whether it needs its adapter. defaults: an adapter's values for fields that a
+        request leaves out."""
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._needs_adapter = needs_adapter
         self._limits = limits
         self._max_model_len = max_model_len
@@ -64,7 +76,7 @@ class SequenceBuilder:
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
         refs: Sequence[AdapterRef | None],
-        max_tokens: int | None,
+        limit: TokenLimit,
         num_logprobs: int | None,
         prompt_logprobs: int | None,
         names: FieldNames,
@@ -73,7 +85,10 @@ class SequenceBuilder:
         *,
         is_stream: bool,
     ) -> tuple[GenerateRequest, ...]:
-        """`fields.n` sequences for each prompt, with its adapter of `refs`. Raises InvalidRequest, ContextOverflow."""
+        """`fields.n` sequences for each prompt, with its adapter of `refs`, whose defaults replace missing fields.
+
+        Raises InvalidRequest, ContextOverflow.
+        """
         self._check_sizes(len(prompts), fields, num_logprobs, names)
         self._check_max_logprobs(prompt_logprobs, "prompt_logprobs")
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
@@ -81,7 +96,9 @@ class SequenceBuilder:
         seeds_per_prompt = fields.n if fields.seed is None else 0
         requests = []
         for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
-            max_new = self._room(token_ids, max_tokens, names)
+            defaults = self._defaults(ref)
+            own_fields = defaults.apply(fields)
+            max_new = self._room(token_ids, limit, defaults.max_tokens, names)
             per_answer = 0 if num_logprobs is None or is_stream else max_new * (1 + num_logprobs)
             per_prompt = 0 if prompt_logprobs is None else len(token_ids) * (1 + prompt_logprobs)
             _check_num_logprobs(len(prompts) * fields.n * (per_answer + per_prompt), names)
@@ -93,7 +110,9 @@ class SequenceBuilder:
                     request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
                     tenant_id=caller.tenant_id,
                     token_ids=prompt,
-                    sampling=self._sampling(fields, max_new, of_answer, num_logprobs, prompt_logprobs, requested),
+                    sampling=self._sampling(
+                        own_fields, defaults.eos_token_ids, max_new, of_answer, num_logprobs, prompt_logprobs, requested
+                    ),
                     adapter=ref if is_needed else None,
                     unactivated=None if is_needed else ref,
                     weight=caller.tenant.weight,
@@ -124,9 +143,13 @@ class SequenceBuilder:
                 f"{number} logprobs per token exceed limits.max_logprobs {self._limits().max_logprobs}", param=param
             )
 
-    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: FieldNames) -> int:
-        """Tokens that may be generated; the rest of the context if the client sets no limit."""
+    def _room(self, token_ids: Sequence[int], limit: TokenLimit, default: int | None, names: FieldNames) -> int:
+        """Tokens that may be generated; the rest of the context if nothing sets a limit. An adapter's `default` is cut
+        to that rest."""
         num_prompt, max_model_len = len(token_ids), self._max_model_len()
+        max_tokens = limit.default if limit.requested is None else limit.requested
+        if limit.requested is None and default is not None:
+            max_tokens = min(default, max(1, max_model_len - num_prompt))
         if not num_prompt:
             raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
         min_new = 1 if max_tokens is None else max_tokens
@@ -152,6 +175,7 @@ class SequenceBuilder:
     def _sampling(
         self,
         fields: SamplingFields,
+        eos_token_ids: tuple[int, ...] | None,
         max_tokens: int,
         seed: int,
         num_logprobs: int | None,
@@ -179,6 +203,7 @@ class SequenceBuilder:
             seed=seed,
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             ignore_eos=fields.ignore_eos,
+            eos_token_ids=eos_token_ids if requested is None else self._tokenizer.grammar_ends(eos_token_ids),
             presence_penalty=fields.presence_penalty,
             frequency_penalty=fields.frequency_penalty,
             repetition_penalty=fields.repetition_penalty,

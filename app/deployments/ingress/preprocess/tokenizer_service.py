@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from app.config import AppConfig
+from app.deployments.ingress.preprocess.adapter_defaults import parsed_text
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.serializers.detokenizer import Decoder
 from app.engine.adapters.adapter_chat import encode_chat, tool_template
-from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, fixed_texts, tool_format
@@ -90,7 +90,7 @@ class TokenizerService:
         return encode_chat(
             self._tokenizer,
             messages,
-            AdapterTokenizer.from_json(text),
+            parsed_text(text),
             self._templates,
             tools,
             extra,
@@ -103,7 +103,7 @@ class TokenizerService:
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""
-        return tool_format(tool_template(self._tokenizer, AdapterTokenizer.from_json(text)))
+        return tool_format(tool_template(self._tokenizer, parsed_text(text)))
 
     def specials(self, form: ToolCallFormat) -> Mapping[str, int]:
         """The special tokens among a call format's fixed texts, with their ids."""
@@ -113,6 +113,11 @@ class TokenizerService:
     def specials_in(self, texts: Sequence[str]) -> Mapping[int, str]:
         """The special tokens that texts contain, id → text."""
         return {} if not texts else self._tokenizer.specials_in(texts)
+
+    def grammar_ends(self, eos_token_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The ends of an adapter that also end an answer with a grammar: special tokens, because the grammar may need
+        any other inside the answer. None: the model's."""
+        return tuple(token_id for token_id in eos_token_ids or () if token_id in self._tokenizer.special_ids) or None
 
     def check_grammar(self, requested: RequestedGrammar) -> None:
         """Raises InvalidRequest, with the place, for a grammar that no engine can follow. Takes milliseconds;

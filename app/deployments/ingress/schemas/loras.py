@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from app.config import TrafficWeight
 from app.deployments.ingress.preprocess.adapter_combination import CombinationBody
+from app.deployments.ingress.schemas.openai import Count, Fraction, Penalty, RepetitionPenalty, Temperature, TopK
 from app.deployments.ingress.schemas.request_model import Body, Items
 from app.deployments.ingress.schemas.response_model import Omittable, PageResponse, ResponseModel, Seconds
 from app.deployments.registry.models import MAX_REGISTRATIONS
 
+#: Every ingress holds the system prompts of all adapters.
+MAX_SYSTEM_PROMPT_CHARS = 16_384
+
 
 class LoraSource(Body):
     uri: str
+
+
+class GenerationDefaults(Body):
+    """What requests that name an adapter take where they say nothing. They win over the defaults in the adapter's own
+    files. `system_prompt`: the first message of a conversation without a system message.
+    """
+
+    system_prompt: str | None = Field(default=None, min_length=1, max_length=MAX_SYSTEM_PROMPT_CHARS)
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+    @property
+    def stored(self) -> str:
+        """As the registry stores them."""
+        values = self.model_dump(exclude_none=True)
+        return json.dumps(values, sort_keys=True, ensure_ascii=False) if values else ""
 
 
 class RegisterAdapterBody(Body):
@@ -35,6 +62,7 @@ class RegisterAdapterBody(Body):
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
     description: str | None = None
+    defaults: GenerationDefaults | None = None
 
 
 class ManifestEntry(Body):
@@ -42,6 +70,7 @@ class ManifestEntry(Body):
     path: str
     traffic_weight: TrafficWeight | None = None
     description: str | None = None
+    defaults: GenerationDefaults | None = None
 
 
 class ManifestBody(Body):
@@ -54,6 +83,7 @@ class ConfigureAdapterBody(Body):
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
     description: str | None = None
+    defaults: GenerationDefaults | None = None
 
 
 class LoadAdapterBody(Body):
@@ -116,7 +146,8 @@ class LoraJob(ResponseModel):
 
 
 class Lora(ResponseModel):
-    """A registered adapter. `job`: the load that this response completes, if any."""
+    """A registered adapter. `job`: the load that this response completes, if any. `defaults`: as set for the name;
+    `generation_config`: what the adapter's own files say."""
 
     id: str
     object: Literal["lora"]
@@ -125,6 +156,7 @@ class Lora(ResponseModel):
     digest: str
     path: str
     source: str
+    combine: dict[str, Any] | None
     max_rank: int
     size_bytes: int
     created: Seconds
@@ -132,6 +164,8 @@ class Lora(ResponseModel):
     pinned: bool
     traffic_weight: float
     description: str
+    defaults: dict[str, Any]
+    generation_config: dict[str, Any]
     metadata: dict[str, Any]
     alora_invocation_tokens: list[int] | None
     job: LoraJob | None = None
@@ -196,6 +230,7 @@ class LoraStatus(ResponseModel):
     digest: Omittable[str] = None
     path: Omittable[str] = None
     source: Omittable[str] = None
+    combine: dict[str, Any] | None = None
     max_rank: Omittable[int] = None
     size_bytes: Omittable[int] = None
     created: Omittable[Seconds] = None
@@ -203,6 +238,8 @@ class LoraStatus(ResponseModel):
     pinned: Omittable[bool] = None
     traffic_weight: Omittable[float] = None
     description: Omittable[str] = None
+    defaults: Omittable[dict[str, Any]] = None
+    generation_config: Omittable[dict[str, Any]] = None
     metadata: Omittable[dict[str, Any]] = None
     alora_invocation_tokens: list[int] | None = None
     reason: str | None = None

@@ -172,14 +172,8 @@ class MessagesRequest(CountTokensRequest):
 
     def chat(self) -> ChatCompletionRequest:
         """The request as a chat completion. Raises InvalidRequest."""
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stream": self.stream,
-        }
+        fields: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, "stream": self.stream}
+        fields |= self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
         return parse_body(ChatCompletionRequest, fields | self._conversation())

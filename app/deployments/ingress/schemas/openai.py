@@ -77,23 +77,32 @@ class StructuredOutputs(Body):
     json_object: bool = False
 
 
+#: Tokens of an answer of /v1/completions and of /generate where nothing sets a limit.
+DEFAULT_COMPLETION_TOKENS, DEFAULT_GENERATE_TOKENS = 16, 128
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10)]
+
+
 class SamplingFields(Body):
     """Fields of every generating route. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
 
     location = ""
     ignored = ignored_fields.REQUEST
 
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0, le=1)
-    top_k: int = Field(default=0, ge=-1, lt=2**31)
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: Fraction = 1.0
+    top_k: TopK = 0
+    min_p: Fraction = 0.0
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: str | Items[str] | None = None
     stop_token_ids: Items[TokenId] | None = Field(default=None, max_length=64)
     ignore_eos: bool = False
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     response_format: ResponseFormat | None = None
@@ -379,7 +388,7 @@ class ChatCompletionRequest(_OpenAIFields, ConversationEnd):
 
 class CompletionRequest(_OpenAIFields):
     prompt: Texts
-    max_tokens: int = Field(default=16, ge=0, lt=2**31)
+    max_tokens: int = Field(default=DEFAULT_COMPLETION_TOKENS, ge=0, lt=2**31)
     logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     echo: bool = False
 
@@ -395,6 +404,11 @@ class CompletionRequest(_OpenAIFields):
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need text, which detokenize: false leaves out; use stop_token_ids")
         return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The limit that the client has set."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
     @property
     def wants_token_ids(self) -> bool:
@@ -425,8 +439,8 @@ class GenerateSampling(SamplingFields):
         return self
 
     @property
-    def token_limit(self) -> int:
-        return self.max_new_tokens or self.max_tokens or 128
+    def token_limit(self) -> int | None:
+        return self.max_new_tokens or self.max_tokens
 
     @property
     def limit_field(self) -> str:

@@ -207,13 +207,12 @@ class ResponsesRequest(InputTokensRequest):
     def chat(self) -> ChatCompletionRequest:
         """The request as a chat completion. Raises InvalidRequest."""
         fields: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "max_tokens": self.max_output_tokens,
             "seed": self.seed,
             "user": self.user,
             "stream": self.stream,
         }
+        fields |= self.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
         return parse_body(ChatCompletionRequest, fields | self._conversation())
 
     def items(self) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from app.deployments.registry.models import (
     Event,
     RegistryJob,
 )
-from app.engine.adapters.combining.combination import display_source
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.combining.combination import display_source, is_combination, parse_combination
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "generation": entry.ref.generation,
         "path": display_source(entry.ref.uri),
         "source": display_source(entry.source),
+        "combine": _combination_body(entry.source),
         "max_rank": entry.max_rank,
         "size_bytes": entry.size_bytes,
         "created": int(entry.registered_s),
@@ -42,9 +44,23 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "pinned": entry.pinned,
         "traffic_weight": entry.traffic_weight,
         "description": entry.description,
+        "defaults": json.loads(entry.defaults) if entry.defaults else {},
+        "generation_config": dict(AdapterTokenizer.from_json(entry.text).generation),
         "metadata": json.loads(entry.metadata) if entry.metadata else {},
         "alora_invocation_tokens": [*entry.invocation_tokens] or None,
     }
+
+
+def _combination_body(source: str) -> dict[str, Any] | None:
+    """A combination as `combine` of `POST /v1/loras` takes it, with the generation of each part; None for others."""
+    if not is_combination(source):
+        return None
+    combination = parse_combination(source)
+    method = {name: value for name, value in asdict(combination.method).items() if value is not None}
+    if "majority_sign" in method:
+        method["majority_sign_method"] = method.pop("majority_sign")
+    parts = [{"name": f"{ref.name}@{ref.generation}", "weight": weight} for ref, weight in combination.parts]
+    return {"adapters": parts, "method": method.pop("name"), **method}
 
 
 def unload_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:

@@ -29,25 +29,31 @@ def response_body(
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
     same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
     fields = body.model_dump(mode="json", by_alias=True, include={*same, "text", "tools"})
-    return {name: fields[name] for name in same} | {
-        "id": stored_id or task.request_id,
-        "object": "response",
-        "created_at": int(task.requests[0].arrival_s),
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": [
-            _item(task, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
-        ],
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
-        "store": stored_id is not None,
-        "text": {"format": {"type": "text"}} if fields["text"] is None else fields["text"],
-        "tools": fields["tools"] or [],
-        "truncation": "disabled",
-        "metadata": body.metadata or {},
-        "usage": None if end is None else _usage(end.usage),
-    }
+    sampling = task.requests[0].sampling  # an adapter may have its own defaults
+    drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p") if name not in body.model_fields_set}
+    return (
+        {name: fields[name] for name in same}
+        | drawn
+        | {
+            "id": stored_id or task.request_id,
+            "object": "response",
+            "created_at": int(task.requests[0].arrival_s),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [
+                _item(task, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
+            ],
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": stored_id is not None,
+            "text": {"format": {"type": "text"}} if fields["text"] is None else fields["text"],
+            "tools": fields["tools"] or [],
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "usage": None if end is None else _usage(end.usage),
+        }
+    )
 
 
 async def response_events(

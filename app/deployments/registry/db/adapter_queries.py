@@ -38,6 +38,7 @@ def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
         description=row["description"],
         invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
         metadata=row["metadata"],
+        defaults=row["defaults"],
     )
 
 
@@ -66,8 +67,8 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
 
 
 def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict[str, Any]:
-    """A name's owner, pin and weight after a load: as requested, else as before while the name was in service, else
-    defaults.
+    """A name's owner, pin, weight and generation defaults after a load: as requested, else as before while the name was
+    in service, else as for a new name.
     """
     before: Mapping[Any, Any] = {} if old is None or old["state"] not in LIVE_STATES else old
     pinned, traffic_weight = request.pinned, request.traffic_weight
@@ -75,6 +76,7 @@ def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict
         "owner": before.get("owner", request.who),
         "pinned": before.get("pinned", False) if pinned is None else pinned,
         "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
+        "defaults": before.get("defaults", "") if request.defaults is None else request.defaults,
     }
 
 

@@ -27,7 +27,7 @@ from app.model_names import split_version
 metadata = MetaData()
 
 #: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 #: The type of autoincrement ids: 64 bits in every database. SQLite autoincrements only INTEGER columns.
 COUNTER = BigInteger().with_variant(Integer, "sqlite")
@@ -75,7 +75,8 @@ stores = Table(
 
 #: One row per name that was ever registered: what it means now. `state` is REGISTERED, LOADED, DRAINING or REMOVED;
 #: `generation` is the highest the name ever had; `source` is as requested, `uri` its canonical form.
-#: `invocation_tokens` are ids separated by spaces, `metadata` is a JSON object or empty.
+#: `invocation_tokens` are ids separated by spaces, `metadata` and `defaults` are JSON
+#: objects or empty.
 adapters = Table(
     "adapters",
     metadata,
@@ -97,6 +98,7 @@ adapters = Table(
     Column("description", Text, nullable=False),
     Column("invocation_tokens", Text, nullable=False),
     Column("metadata", Text, nullable=False),
+    Column("defaults", Text, nullable=False),
     Column("revision", BigInteger, nullable=False),
     Index("adapters_by_digest", "base_digest", "digest"),
     Index("adapters_by_revision", "base_digest", "revision"),
@@ -140,6 +142,7 @@ jobs = Table(
     Column("owner", String(32), nullable=False),
     Column("number", BigInteger, nullable=False),
     Column("description", Text),
+    Column("defaults", Text),
     Index("jobs_by_name", "base_digest", "tenant_id", "name", "number"),
     Index("jobs_by_state", "base_digest", "state"),
 )

@@ -12,8 +12,8 @@ from app.deployments.registry.models import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
 #: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text,
-#: invocation tokens, metadata.
-_HEAD = Struct("<BqqqqdddHIIIIIH")
+#: invocation tokens, metadata, defaults.
+_HEAD = Struct("<BqqqqdddHIIIIIHI")
 _PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST, _ZERO = 1, 2, 4, 8, 16
 #: Texts that are not valid UTF-8 survive packing too.
 _ERRORS = "surrogatepass"
@@ -27,6 +27,7 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     uri, owner = ref.uri.encode(errors=_ERRORS), entry.owner.encode(errors=_ERRORS)
     source = b"" if is_same else entry.source.encode(errors=_ERRORS)
     text, metadata = entry.text.encode(errors=_ERRORS), entry.metadata.encode(errors=_ERRORS)
+    defaults = entry.defaults.encode(errors=_ERRORS)
     flags = (
         _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same
         | _HEX_DIGEST * is_hex | _ZERO * entry.is_zero
@@ -34,11 +35,11 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     header = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
         entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner), len(text),
-        len(entry.invocation_tokens), len(metadata),
+        len(entry.invocation_tokens), len(metadata), len(defaults),
     )  # fmt: skip
     invocation = Struct(f"<{len(entry.invocation_tokens)}Q").pack(*entry.invocation_tokens)
     description = entry.description.encode(errors=_ERRORS)
-    return b"".join((header, digest, uri, source, owner, text, invocation, metadata, description))
+    return b"".join((header, digest, uri, source, owner, text, invocation, metadata, defaults, description))
 
 
 def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
@@ -51,7 +52,7 @@ def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
 def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     (
         flags, _, max_rank, size_bytes, extra_bytes, weight, registered_s, used_s, num_digest, num_uri, num_source,
-        num_owner, num_text, num_invocation, num_metadata,
+        num_owner, num_text, num_invocation, num_metadata, num_defaults,
     ) = _HEAD.unpack_from(packed)  # fmt: skip
     ref = unpack_ref(packed, tenant_id, name)
     source_at = _HEAD.size + num_digest + num_uri
@@ -60,7 +61,8 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     invocation_at = text_at + num_text
     invocation = Struct(f"<{num_invocation}Q")
     metadata_at = invocation_at + invocation.size
-    description_at = metadata_at + num_metadata
+    defaults_at = metadata_at + num_metadata
+    description_at = defaults_at + num_defaults
     return CatalogEntry(
         ref=ref,
         max_rank=max_rank,
@@ -75,7 +77,8 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
         text=packed[text_at:invocation_at].decode(errors=_ERRORS),
         description=packed[description_at:].decode(errors=_ERRORS),
         invocation_tokens=invocation.unpack_from(packed, invocation_at),
-        metadata=packed[metadata_at:description_at].decode(errors=_ERRORS),
+        metadata=packed[metadata_at:defaults_at].decode(errors=_ERRORS),
+        defaults=packed[defaults_at:description_at].decode(errors=_ERRORS),
         is_zero=bool(flags & _ZERO),
     )
 

@@ -59,6 +59,7 @@ class Jobs:
                 uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,
                 request.traffic_weight, tenant_id=tenant_id, owner=self._owner,
                 number=self._database.next_revision(connection), description=request.description,
+                defaults=request.defaults,
             )  # fmt: skip
             insert_job(connection, self._database, job)
             record_audit(connection, self._database, who, "request load", name, tenant_id, {"source": shown})

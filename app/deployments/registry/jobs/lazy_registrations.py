@@ -185,10 +185,15 @@ def _values(item: Registration, old: Any, who: str) -> dict[str, Any] | None:
             "from there or unload it first: lazy registration does not replace an adapter that is served",
             param="path",
         )
-    present: dict[str, Any] = {"traffic_weight": 1.0, "description": ""}
+    present: dict[str, Any] = {"traffic_weight": 1.0, "description": "", "defaults": ""}
     if before is not None:
         present = {column: before[column] for column in ("source", *present)}
-    given = {"source": item.source, "traffic_weight": item.traffic_weight, "description": item.description}
+    given = {
+        "source": item.source,
+        "traffic_weight": item.traffic_weight,
+        "description": item.description,
+        "defaults": item.defaults,
+    }
     values = present | {column: value for column, value in given.items() if value is not None}
     if before is not None and values == present:
         return None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import CombinationError, InvalidRequest
 
@@ -138,13 +139,16 @@ def make_combination(parts: Sequence[CombinationPart], method: CombinationMethod
 
 
 def common_text(names: Sequence[str], texts: Sequence[str]) -> str:
-    """The text settings (`AdapterCard.text`) of all these adapters. Raises CombinationError if they differ."""
-    if len(set(texts)) > 1:
+    """The text settings (`AdapterCard.text`) of all these adapters, without generation defaults, which belong to each
+    alone. Raises CombinationError if they differ.
+    """
+    common = {AdapterTokenizer.from_json(text).without_sampling().to_json() for text in texts}
+    if len(common) > 1:
         raise CombinationError(
-            f"adapters {', '.join(names)} write prompts differently: their chat templates or special tokens are not "
-            "the same; combine adapters with the same"
+            f"adapters {', '.join(names)} write prompts or end answers differently: their chat templates, special "
+            "tokens or end-of-sequence tokens are not the same; combine adapters with the same"
         )
-    return texts[0]
+    return common.pop()
 
 
 def is_combination(source: str) -> bool:

@@ -13,6 +13,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ async def fake_service(folder: Path, num_replicas: int = 3, num_adapters: int = 
         adapter = fake_adapter(name, 8 * (1 + rank % 4))
         fleet.adapters[adapter.card.digest] = adapter
         managed.store.contents[name] = adapter.card.digest
-        managed.store.texts[adapter.card.digest] = DESCRIPTIONS.get(name, "")
-        await managed.client.load_and_wait(wanted(name, name))
+        await managed.client.load_and_wait(replace(wanted(name, name), description=DESCRIPTIONS.get(name)))
     with suppress(PolyloraError):
         await managed.client.load_and_wait(wanted("reports", "reports-2026"))
     await managed.client.put_alias("sql-live", {"sql": 90.0, "sql-next": 10.0}, tenant_id=DEFAULT_TENANT, who="ada")

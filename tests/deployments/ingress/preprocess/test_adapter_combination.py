@@ -14,6 +14,7 @@ from app.deployments.ingress.principal import Principal, handle_principal
 from app.deployments.ingress.schemas.openai import CompletionRequest, GenerateBody, WeightedAdapter
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.tenancy.models import PUBLIC
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.errors import InvalidRequest, NotFound
 from tests.deployments.http_service import Service
@@ -125,36 +126,41 @@ async def test_a_combination_is_registered_under_a_name(service: Service, http: 
     assert "combination:" not in events
 
 
+def template(text: str) -> str:
+    """The text of an adapter with this chat template."""
+    return AdapterTokenizer(text, {}, {}).to_json()
+
+
 async def test_a_combination_writes_prompts_as_its_parts_are_registered(
     service: Service, http: httpx.AsyncClient
 ) -> None:
     """Each part's text comes from the registration that the caller named, and stays with the registered combination."""
     contents, texts = service.managed.store.contents, service.managed.store.texts
-    contents["zed/sql"], texts["digest of zed"] = "digest of zed", "zed's template"
+    contents["zed/sql"], texts["digest of zed"] = "digest of zed", template("zed's")
     ref = service.registry.resolve("sql", "", "default")
     assert ref is not None
-    texts[ref.digest] = "sql's template"
+    texts[ref.digest] = template("sql's")
     await service.managed.client.load_and_wait(wanted("sql", "sql"))
-    texts[ref.digest] = "of another tenant with equal contents, read later"
+    texts[ref.digest] = template("of another tenant with equal contents, read later")
     await service.managed.client.load_and_wait(replace(wanted("copy", "sql"), tenant_id="mallory"))
     one = [WeightedAdapter(name="sql", weight=0.9)]
     combination = service.preprocessor.resolver.combine(one, handle_principal())
     contents[combination.source] = combination.digest
-    texts[combination.digest] = "whoever was read first"
+    texts[combination.digest] = template("whoever was read first")
     body = {"name": "mix", "wait": True, "combine": {"adapters": [{"name": "sql", "weight": 0.9}]}}
     answer = await http.post("/v1/loras", json=body)
     assert answer.status_code == 201, answer.text
     directory = service.preprocessor.directory
-    assert directory.text(combination.ref("default")) == "sql's template"
+    assert directory.text(combination.ref("default")) == template("sql's")
     mix = service.registry.resolve("mix", "", "default")
-    assert directory.text(mix) == "sql's template"
+    assert directory.text(mix) == template("sql's")
     contents["sql"] = "digest of zed"
     await service.managed.client.load_and_wait(wanted("sql", "sql"))
-    assert directory.text(mix) == "sql's template", "also after a part has other contents"
+    assert directory.text(mix) == template("sql's"), "also after a part has other contents"
     body = {"model": "base", "prompt": "hi", "adapters": BOTH}
     refused = await http.post("/v1/completions", json=body)
     assert refused.status_code == 400, refused.text
-    assert "write prompts differently" in refused.json()["error"]["message"]
+    assert "write prompts or end answers differently" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from app.deployments.ingress.principal import Principal, check_settings, compose
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
     DynamoLora,
+    GenerationDefaults,
     Lora,
     LoraGeneration,
     LoraPage,
@@ -76,17 +77,24 @@ def _load_request(body: RegisterAdapterBody, caller: Principal, service: Ingress
             body.pinned,
             body.traffic_weight,
             body.description,
+            _stored(body.defaults),
             adapters=service.adapters_config,
         )
     if body.combine is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or combine, its parts", param="path")
     method = body.combine.combination_method
     combination = service.preprocessor.resolver.combine(body.combine.adapters, caller, method=method)
-    return compose_request(caller, body.name, combination, body.pinned, body.traffic_weight, body.description)
+    return compose_request(
+        caller, body.name, combination, body.pinned, body.traffic_weight, body.description, _stored(body.defaults)
+    )
+
+
+def _stored(defaults: GenerationDefaults | None) -> str | None:
+    return None if defaults is None else defaults.stored
 
 
 def _registration(load: LoadRequest) -> Registration:
-    return Registration(load.name, load.source, load.traffic_weight, load.description)
+    return Registration(load.name, load.source, load.traffic_weight, load.description, load.defaults)
 
 
 def _from_dynamo(body: RegisterAdapterBody) -> RegisterAdapterBody:
@@ -155,7 +163,14 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
         caller = http_principal(request)
         loads = [
             load_request(
-                caller, e.name, e.path, None, e.traffic_weight, e.description, adapters=service.adapters_config
+                caller,
+                e.name,
+                e.path,
+                None,
+                e.traffic_weight,
+                e.description,
+                _stored(e.defaults),
+                adapters=service.adapters_config,
             )
             for e in body.adapters
         ]
@@ -184,9 +199,9 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.patch("/v1/loras/{name:model}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
-        """Change an adapter's pin, traffic weight or description."""
-        caller = http_principal(request)
-        check_settings(caller, body.pinned, body.traffic_weight, body.description)
+        """Change an adapter's pin, traffic weight, description or defaults, which are replaced as a whole."""
+        caller, defaults = http_principal(request), _stored(body.defaults)
+        check_settings(caller, body.pinned, body.traffic_weight, body.description, defaults)
         entry = await service.adapter_admin.store.configure(
             name,
             tenant_id=caller.tenant_id,
@@ -194,6 +209,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
             pinned=body.pinned,
             traffic_weight=body.traffic_weight,
             description=body.description,
+            defaults=defaults,
         )
         return JSONResponse(adapter_body(entry))
 
