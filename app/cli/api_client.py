@@ -32,10 +32,12 @@ class ApiError(PolyloraError):
 
 
 class ApiClient:
-    """Calls of a service's routes. `timeout_s` is the longest wait for one answer."""
+    """Calls of a service's routes. `timeout_s` is the longest wait for one answer. `project`: the id of the project
+    that an admin key manages; "" for none."""
 
-    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S, project: str = "") -> None:
         self._timeout_s = timeout_s
+        self._project = project
         self._url = url.rstrip("/").removesuffix("/v1")
 
     def call(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -62,6 +64,8 @@ class ApiClient:
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(ADMIN_KEY) or os.environ.get(MANAGEMENT_TOKEN):
             headers["Authorization"] = f"Bearer {token}"
+        if self._project:
+            headers["OpenAI-Project"] = self._project
         try:
             request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:

@@ -1,16 +1,20 @@
 """`polylora apply`: make a running service's adapters and aliases match a file.
 
 Prints the difference and applies it. Applying twice changes nothing. Names that the file does not mention stay unless
-`--prune` is given; a file without adapters removes none. Adapters are created before the aliases that point to them,
-and removed after them. A failed change does not stop the others; the exit status is 1 then.
+`--prune` is given; a file without adapters removes none. Adapters are created before the combinations of them and the
+aliases that point to them, and removed after these. A failed change does not stop the others; the exit status is 1
+then.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Self
+from urllib.parse import quote
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +23,7 @@ from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
 from app.cli.config_file import yaml_problem
 from app.config import TrafficWeight
 from app.engine.errors import ConfigError
-from app.model_names import Name, NameReference
+from app.model_names import Name, NameReference, split_version
 
 DEFAULT_FILE = "configs/adapters.yaml"
 
@@ -28,18 +32,69 @@ class _FileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class DesiredPart(_FileModel):
+    """A part of a combination."""
+
+    name: NameReference
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+
+
+class DesiredCombination(_FileModel):
+    """The parts and, as the service takes them, the fields of the method (`density`, `svd_rank`, …)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    adapters: tuple[DesiredPart, ...] = Field(min_length=1)
+    method: str = "cat"
+
+    @property
+    def method_fields(self) -> dict[str, Any]:
+        """The method and its fields that are given."""
+        return self.model_dump(exclude={"adapters"}, exclude_none=True)
+
+
 class DesiredAdapter(_FileModel):
-    """An adapter as in `POST /v1/loras`."""
+    """An adapter as in `POST /v1/loras`. `tenant`: the project that it belongs to; "" for none.
+
+    `description` and `defaults` None: whatever the service has. Not `lazy`: it is loaded.
+    """
 
     name: Name
-    path: str
+    path: str | None = None
+    combine: DesiredCombination | None = None
+    lazy: bool = False
     pinned: bool = False
     traffic_weight: TrafficWeight = 1.0
+    description: str | None = None
+    defaults: dict[str, Any] | None = None
+    tenant: str = ""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> Self:
+        if (self.path is None) == (self.combine is None):
+            raise ValueError("give either path, where the adapter is, or combine, its parts")
+        if self.lazy and (self.combine is not None or self.pinned):
+            raise ValueError("lazy is for an adapter with a path that is not pinned")
+        return self
+
+    @property
+    def part_names(self) -> list[str]:
+        """The plain names of a combination's parts."""
+        return [] if self.combine is None else [split_version(part.name)[0] for part in self.combine.adapters]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of `POST /v1/loras`."""
+        omitted = {"tenant"} | ({"pinned"} if self.lazy else {"lazy"})
+        return self.model_dump(exclude=omitted, exclude_none=True)
 
 
 class DesiredAlias(_FileModel):
+    """`tenant`: see `DesiredAdapter`."""
+
     name: Name
     targets: dict[NameReference, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
+    tenant: str = ""
 
 
 class DesiredState(_FileModel):
@@ -50,20 +105,37 @@ class DesiredState(_FileModel):
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
-        names = [adapter.name for adapter in self.adapters] + [alias.name for alias in self.aliases]
-        for name in names:
-            if names.count(name) > 1:
+        for (_, name), count in Counter(self._keys).items():
+            if count > 1:
                 raise ValueError(f"the name {name!r} is used twice; adapters and aliases share one namespace")
         return self
 
+    @property
+    def _keys(self) -> list[tuple[str, str]]:
+        """The tenant and the name of every entry."""
+        adapters = [(each.tenant, each.name) for each in self.adapters]
+        return adapters + [(each.tenant, each.name) for each in self.aliases]
+
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants that the file mentions; first the public one, whose adapters others may combine."""
+        return sorted({"", *(tenant for tenant, _ in self._keys)})
+
+    def of(self, tenant: str) -> DesiredState:
+        """A tenant's part of the file."""
+        adapters = tuple(each for each in self.adapters if each.tenant == tenant)
+        return DesiredState(adapters=adapters, aliases=tuple(each for each in self.aliases if each.tenant == tenant))
+
 
 class PlannedChange(NamedTuple):
-    """One line of the difference and its request; `request` None: no change."""
+    """One line of the difference and its request; `request` None: no change. `loads`: whether the name may mean other
+    contents afterwards."""
 
     sign: str
     name: str
     text: str
     request: tuple[str, str, Mapping[str, Any] | None] | None
+    loads: bool = False
 
 
 def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,11 +152,23 @@ def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _apply(arguments: argparse.Namespace) -> int:
     desired = read_desired_state(arguments.file)
-    service = ApiClient(arguments.url)
-    adapters = {item["id"]: item for item in service.everything("/v1/loras")}
-    aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
-    changes = difference(desired, adapters, aliases, prune=arguments.prune, reload=arguments.reload)
-    return apply_changes(changes, service.call, dry_run=arguments.dry_run)
+    changes: list[tuple[PlannedChange, Callable[..., Any]]] = []
+    public: dict[str, Any] = {}
+    for tenant in desired.tenants:
+        service = ApiClient(arguments.url, project=tenant)
+        adapters = {item["id"]: item for item in service.everything("/v1/loras")}
+        aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
+        if arguments.prune and adapters and "adapters" not in desired.model_fields_set:
+            raise ConfigError(
+                f"the file does not mention adapters, and --prune would remove all {len(adapters)} of the service; "
+                "write 'adapters: []' if there are to be none"
+            )
+        public = public or adapters
+        found = difference(
+            desired.of(tenant), adapters, aliases, prune=arguments.prune, reload=arguments.reload, public=public
+        )
+        changes += [(change, service.call) for change in found]
+    return apply_changes(changes, dry_run=arguments.dry_run)
 
 
 def read_desired_state(path: Path) -> DesiredState:
@@ -108,21 +192,24 @@ def difference(
     *,
     prune: bool,
     reload: bool,
+    public: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[PlannedChange]:
-    """The changes in the order in which they can be made: a name is free before it means the other kind.
+    """The changes of one tenant in the order in which they can be made: a name is free before it means the other kind.
 
-    Raises ConfigError if pruning would remove every adapter and the file does not say that there are to be none.
+    adapters, aliases: what the service has, by name. public: the adapters that every tenant may combine, by name.
+    Raises ConfigError for combinations that are parts of each other.
     """
-    if prune and adapters and "adapters" not in desired.model_fields_set:
-        raise ConfigError(
-            f"the file does not mention adapters, and --prune would remove all {len(adapters)} of the service; "
-            "write 'adapters: []' if there are to be none"
-        )
     names, alias_names = ({entry.name for entry in entries} for entries in (desired.adapters, desired.aliases))
-    loads = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in desired.adapters]
+    loads: list[PlannedChange] = []
+    parts = {**public, **adapters}
+    for entry in _parts_first(desired.adapters):
+        loaded = {change.name for change in loads if change.loads}
+        is_new = any(name in loaded for name in entry.part_names)
+        loads.append(_adapter_change(entry, adapters.get(entry.name), parts, reload=reload or is_new))
     puts = [_alias_change(entry, aliases.get(entry.name)) for entry in desired.aliases]
     unalias = [_removal("alias", "/v1/aliases", name, prune=prune) for name in sorted(set(aliases) - alias_names)]
-    unload = [_removal("adapter", "/v1/loras", name, prune=prune) for name in sorted(set(adapters) - names)]
+    unwanted = sorted(set(adapters) - names, key=lambda name: (not adapters[name].get("combine"), name))
+    unload = [_removal("adapter", "/v1/loras", name, prune=prune) for name in unwanted]
     changes = [
         *(change for change in unalias if change.name in names),
         *loads,
@@ -140,10 +227,10 @@ def _removal(kind: str, route: str, name: str, *, prune: bool) -> PlannedChange:
     return PlannedChange(" ", name, f"{kind}, not in the file: stays; --prune removes it", None)
 
 
-def apply_changes(changes: Sequence[PlannedChange], call: Callable[..., Any], *, dry_run: bool) -> int:
-    """Print every change, and apply it unless `dry_run`. Returns the exit status."""
+def apply_changes(changes: Sequence[tuple[PlannedChange, Callable[..., Any]]], *, dry_run: bool) -> int:
+    """Print every change, and unless `dry_run` make it with its function. Returns the exit status."""
     num_done = num_failed = 0
-    for change in changes:
+    for change, call in changes:
         print(f"{change.sign} {change.name}  {change.text}")
         if change.request is None or dry_run:
             continue
@@ -154,7 +241,7 @@ def apply_changes(changes: Sequence[PlannedChange], call: Callable[..., Any], *,
             num_failed += 1
         else:
             num_done += 1
-    num_pending = sum(change.request is not None for change in changes)
+    num_pending = sum(change.request is not None for change, _ in changes)
     if dry_run:
         print(f"{num_pending} changes to make" if num_pending else "nothing to change")
     else:
@@ -162,21 +249,82 @@ def apply_changes(changes: Sequence[PlannedChange], call: Callable[..., Any], *,
     return 1 if num_failed else 0
 
 
-def _adapter_change(desired: DesiredAdapter, present: Mapping[str, Any] | None, *, reload: bool) -> PlannedChange:
-    body = desired.model_dump()
-    load = ("POST", "/v1/loras?wait=true", body)
+def _parts_first(entries: Sequence[DesiredAdapter]) -> list[DesiredAdapter]:
+    """The adapters in the file's order, but combinations behind their parts. Raises ConfigError for a circle."""
+    ordered: list[DesiredAdapter] = []
+    left = list(entries)
+    while left:
+        waiting = {entry.name for entry in left}
+        ready = [entry for entry in left if not waiting.intersection(entry.part_names)]
+        if not ready:
+            raise ConfigError(f"the combinations {', '.join(sorted(waiting))} are parts of each other")
+        ordered += ready
+        left = [entry for entry in left if entry not in ready]
+    return ordered
+
+
+def _adapter_change(
+    desired: DesiredAdapter,
+    present: Mapping[str, Any] | None,
+    parts: Mapping[str, Mapping[str, Any]],
+    *,
+    reload: bool,
+) -> PlannedChange:
+    """`parts`: the adapters that a combination may have, by name."""
+    load = ("POST", f"/v1/loras{'' if desired.lazy else '?wait=true'}", desired.body)
+    wanted_source = desired.path if desired.combine is None else _shown(desired.combine)
     if present is None:
-        return PlannedChange("+", desired.name, f"load {desired.path}", load)
-    desired_fields = {"source": desired.path, "pinned": desired.pinned, "traffic_weight": desired.traffic_weight}
-    text = ", ".join(
-        f"{field} {present[field]} -> {value}" for field, value in desired_fields.items() if present[field] != value
-    )
-    if present["source"] != desired.path or reload:
-        return PlannedChange("~", desired.name, text or "read again", load)
+        verb = "register" if desired.lazy else "load"
+        return PlannedChange("+", desired.name, f"{verb} {wanted_source}", load, loads=True)
+    settings = {
+        "pinned": desired.pinned,
+        "traffic_weight": desired.traffic_weight,
+        "description": desired.description,
+        "defaults": desired.defaults,
+    }
+    changed = {name: value for name, value in settings.items() if value is not None and present[name] != value}
+    text = [f"{name} {present[name]} -> {value}" for name, value in changed.items()]
+    if desired.combine is None:
+        is_same = present["source"] == desired.path
+    else:
+        is_same = _is_same(desired.combine, present, parts)
+    if not is_same:
+        text.insert(0, f"source {present['source']} -> {wanted_source}")
+    is_read = present.get("state") != "REGISTERED"
+    if is_same and not is_read and not desired.lazy and not changed:
+        request = ("POST", f"/v1/loras/{quote(desired.name)}/load", None)
+        return PlannedChange("~", desired.name, "load", request, loads=True)
+    if not is_same or (reload and (is_read or not desired.lazy)):
+        if desired.lazy and is_read:  # what is served is replaced by a load only
+            load = ("POST", "/v1/loras?wait=true", desired.body | {"lazy": False})
+        return PlannedChange("~", desired.name, ", ".join(text) or "read again", load, loads=True)
+    if text and not is_read and not desired.lazy:  # also loads it
+        return PlannedChange("~", desired.name, ", ".join([*text, "load"]), load, loads=True)
     if text:
-        settings = {"pinned": desired.pinned, "traffic_weight": desired.traffic_weight}
-        return PlannedChange("~", desired.name, text, ("PATCH", f"/v1/loras/{desired.name}", settings))
+        return PlannedChange("~", desired.name, ", ".join(text), ("PATCH", f"/v1/loras/{quote(desired.name)}", changed))
     return PlannedChange("=", desired.name, "", None)
+
+
+def _shown(combination: DesiredCombination) -> str:
+    parts = "+".join(f"{part.name}*{part.weight:g}" for part in combination.adapters)
+    return f"{combination.method}({parts})"
+
+
+def _is_same(
+    desired: DesiredCombination, present: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """Whether a registered adapter is this combination of the present contents of its parts."""
+    combine = present.get("combine")
+    if not combine or {name: value for name, value in combine.items() if name != "adapters"} != desired.method_fields:
+        return False
+    weights = {split_version(part["name"])[0]: part["weight"] for part in combine["adapters"]}
+    if weights != {split_version(part.name)[0]: part.weight for part in desired.adapters}:
+        return False
+    names = [split_version(part["name"]) for part in combine["adapters"]]
+    return all(
+        name not in adapters or version is None or version.generation == adapters[name]["generation"]
+        for name, version in names
+    )
 
 
 def _alias_change(desired: DesiredAlias, present: Mapping[str, Any] | None) -> PlannedChange:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from app.cli.apply import ApiError, difference, read_desired_state
+from app.cli.apply import ApiError, DesiredState, difference, read_desired_state
 from app.cli.main import main
 from app.engine.errors import ConfigError
 
@@ -22,13 +23,24 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeService(ThreadingHTTPServer):
-    """The routes that `apply` uses, over two dictionaries; pages of two."""
+    """The routes that `apply` uses, over two dictionaries for each project; pages of two."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.adapters: dict[str, dict[str, Any]] = {}
-        self.aliases: dict[str, dict[str, Any]] = {}
+        self.tables: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
         self.changes: list[str] = []
+
+    @property
+    def adapters(self) -> dict[str, dict[str, Any]]:
+        return self.tables["", "loras"]
+
+    @adapters.setter
+    def adapters(self, adapters: dict[str, dict[str, Any]]) -> None:
+        self.tables["", "loras"] = adapters
+
+    @property
+    def aliases(self) -> dict[str, dict[str, Any]]:
+        return self.tables["", "aliases"]
 
     @property
     def url(self) -> str:
@@ -41,7 +53,8 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         parts = urlsplit(self.path)
         _, _, kind, *name = parts.path.split("/")
-        table = {"loras": self.server.adapters, "aliases": self.server.aliases}[kind]
+        project = self.headers.get("OpenAI-Project", "")
+        table = self.server.tables[project, kind]
         length = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(length)) if length else {}
         status, answer = 200, {}
@@ -50,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
             rest = [{"id": key} | table[key] for key in sorted(table) if key > after]
             answer = {"data": rest[:2], "has_more": len(rest) > 2, "last_id": rest[:2][-1]["id"] if rest else None}
         else:
-            self.server.changes.append(f"{self.command} {kind} {name[0] if name else body['name']}")
+            self.server.changes.append(f"{self.command} {kind} {project}{name[0] if name else body['name']}")
             if body.get("path") == "broken":
                 status, answer = 400, {"error": {"message": "tensor 'x' has NaN"}}
             elif self.command == "DELETE":
@@ -132,6 +145,33 @@ def test_adds_updates_and_removes_only_when_told(
     assert apply("--reload")[2] == ["POST loras a", "POST loras b", "POST loras c"]
 
 
+def test_each_project_has_its_own_part_of_the_file(service: FakeService, tmp_path: Path) -> None:
+    file = tmp_path / "adapters.yaml"
+    file.write_text(
+        "adapters: [{name: a, path: a, tenant: p1}, {name: a, path: b}, {name: a, path: c, tenant: p2}]\n"
+        "aliases: [{name: x, targets: {a: 1}, tenant: p2}]"
+    )
+    service.tables["p1", "loras"] = {"old": {"source": "old"}}
+    service.tables["p3", "loras"] = {"old": {"source": "old"}}
+    command = ["apply", str(file), "--url", service.url, "--prune"]
+    assert main(command) == 0
+    assert service.changes == [
+        "POST loras a", "POST loras p1a", "DELETE loras p1old", "POST loras p2a", "PUT aliases p2x",
+    ]  # fmt: skip
+    assert {project: table["a"]["source"] for (project, kind), table in service.tables.items() if "a" in table} == {
+        "": "b", "p1": "a", "p2": "c",
+    }  # fmt: skip
+    service.changes.clear()
+    assert main(command) == 0
+    assert service.changes == []
+
+
+def test_combinations_that_are_parts_of_each_other_are_refused() -> None:
+    entries = [{"name": name, "combine": {"adapters": [{"name": other}]}} for name, other in ("xy", "yx")]
+    with pytest.raises(ConfigError, match="the combinations x, y are parts of each other"):
+        difference(DesiredState.model_validate({"adapters": entries}), {}, {}, prune=False, reload=False)
+
+
 @pytest.mark.parametrize(
     "text", ["", "{}", "# adapters: [{name: a, path: a}]", "aliases: [{name: app, targets: {a: 1}}]"]
 )
@@ -168,7 +208,11 @@ def test_one_failure_stops_nothing_else(
     [
         ("adapters: [", "not valid YAML"),
         ("adaptors: []", "adaptors"),
-        ("adapters: [{name: x}]", r"adapters\.0\.path"),
+        ("adapters: [{name: x}]", "either path, .* or combine"),
+        ("adapters: [{name: x, path: x, combine: {adapters: [{name: y}]}}]", "either path, .* or combine"),
+        ("adapters: [{name: x, combine: {adapters: []}}]", r"adapters\.0\.combine\.adapters"),
+        ("adapters: [{name: x, path: x, lazy: true, pinned: true}]", "lazy is for an adapter"),
+        ("adapters: [{name: x, combine: {adapters: [{name: y}]}, lazy: true}]", "lazy is for an adapter"),
         ("adapters: [{name: ../x, path: x}]", r"adapters\.0\.name"),
         ("adapters: [{name: x, path: x, traffic_weight: -1}]", "traffic_weight"),
         ("adapters: [{name: x, path: x, traffic_weight: 1.0e+308}]", "traffic_weight"),

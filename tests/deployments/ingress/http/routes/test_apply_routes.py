@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,8 +18,10 @@ from app.cli.main import main
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.tenancy.auth.key_crypto import key_digest
+from app.engine.adapters.combining.combination import is_combination, parse_combination
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
+from tests.deployments.managed import wanted
 
 Apply = Callable[..., Awaitable[tuple[int, list[str]]]]
 
@@ -136,3 +139,81 @@ async def test_an_alias_lets_go_of_an_adapter_before_it_is_pruned(apply: Apply, 
     status, lines = await apply(fewer, "--prune")
     assert (status, lines[-1]) == (0, "2 changes made"), lines
     assert (await http.get("/v1/loras/new")).status_code == 404
+
+
+class Contents(dict[str, Any]):
+    """What the store can read: also every combination."""
+
+    def get(self, source: str, default: Any = None) -> Any:
+        return parse_combination(source).digest if is_combination(source) else super().get(source, default)
+
+
+EVERYTHING = """
+adapters:
+  - {name: mix, combine: {adapters: [{name: sql, weight: 0.5}, {name: new}], method: ties, density: 0.5}}
+  - {name: sql, path: sql, description: writes SQL, defaults: {temperature: 0, system_prompt: Be brief.}}
+  - {name: new, path: new}
+  - {name: later, path: two, lazy: true, description: for later, defaults: {max_tokens: 9}, traffic_weight: 2}
+"""
+
+
+async def test_a_file_says_everything_about_an_adapter(apply: Apply, service: Service, http: httpx.AsyncClient) -> None:
+    store = service.managed.store
+    store.contents = Contents(store.contents)
+    status, lines = await apply(EVERYTHING)
+    assert (status, lines[-1]) == (0, "4 changes made"), lines
+    assert [line.partition("  ")[0] for line in lines[:-1]] == ["~ sql", "+ new", "+ later", "+ mix"], "parts first"
+    found = {item["id"]: item for item in (await http.get("/v1/loras")).json()["data"]}
+    assert found["sql"]["description"] == "writes SQL"
+    assert found["sql"]["defaults"] == {"temperature": 0, "system_prompt": "Be brief."}
+    mix = found["mix"]["combine"]
+    assert mix | {"adapters": sorted(mix["adapters"], key=str)} == {
+        "adapters": [{"name": "new@1", "weight": 1.0}, {"name": "sql@1", "weight": 0.5}],
+        "method": "ties",
+        "density": 0.5,
+    }
+    later = found["later"]
+    assert (later["state"], later["description"], later["traffic_weight"]) == ("REGISTERED", "for later", 2.0)
+    assert (later["defaults"], later["combine"]) == ({"max_tokens": 9}, None)
+    assert await apply(EVERYTHING) == (0, ["0 changes made"])
+
+    changed = EVERYTHING.replace("density: 0.5", "density: 0.25").replace("temperature: 0,", "top_k: 3,")
+    status, lines = await apply(changed.replace("for later", "soon"))
+    assert (status, lines[-1]) == (0, "3 changes made"), lines
+    found = {item["id"]: item for item in (await http.get("/v1/loras")).json()["data"]}
+    assert found["sql"]["defaults"] == {"top_k": 3, "system_prompt": "Be brief."}
+    assert found["sql"]["generation"] == 1, "its contents were not read again"
+    assert found["mix"]["combine"]["density"] == 0.25
+    assert (found["later"]["state"], found["later"]["description"]) == ("REGISTERED", "soon")
+
+
+async def test_a_combination_follows_the_contents_of_its_parts(
+    apply: Apply, service: Service, http: httpx.AsyncClient
+) -> None:
+    store = service.managed.store
+    store.contents = Contents(store.contents)
+    assert (await apply(EVERYTHING))[0] == 0
+    status, lines = await apply(EVERYTHING.replace("name: new, path: new", "name: new, path: two"))
+    assert (status, lines) == (0, ["~ new  source new -> two", "~ mix  read again", "2 changes made"])
+    parts = (await http.get("/v1/loras/mix")).json()["combine"]["adapters"]
+    assert {"name": "new@2", "weight": 1.0} in parts
+    await service.managed.client.load_and_wait(wanted("new", "new"))  # outside the file
+    status, lines = await apply(EVERYTHING)
+    assert (status, len(lines)) == (0, 2), lines
+    assert lines[0].startswith("~ mix  source ties(")
+    status, lines = await apply("adapters: [{name: sql, path: sql}]", "--prune")
+    assert (status, [line[:5] for line in lines[:-1]]) == (0, ["- mix", "- lat", "- new"]), "parts last"
+
+
+async def test_a_lazy_adapter_is_loaded_once_the_file_says_so(apply: Apply, http: httpx.AsyncClient) -> None:
+    lazy = "adapters: [{name: later, path: two, lazy: true}]"
+    assert (await apply(lazy))[1] == [
+        "+ later  register two", "  sql  adapter, not in the file: stays; --prune removes it", "1 changes made",
+    ]  # fmt: skip
+    status, lines = await apply("adapters: [{name: later, path: two}]")
+    assert (status, lines[0]) == (0, "~ later  load")
+    assert (await http.get("/v1/loras/later")).json()["state"] == "LOADED"
+    assert (await apply(lazy))[1][-1] == "0 changes made", "loaded meanwhile"
+    status, lines = await apply(lazy.replace("two", "new"))
+    assert (status, lines[0]) == (0, "~ later  source two -> new")
+    assert (await http.get("/v1/loras/later")).json()["source"] == "new"
