@@ -17,7 +17,9 @@ from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_arrowengine_card, write_card
 from app.engine.adapters.formats.arrow_rows import LORA, card_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.formats.other_layouts import read_other_layout, weights_of
 from app.engine.adapters.formats.peft_experts import fuse_gate_up
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.adapters.limits import link_error
 from app.engine.adapters.paths import named_path
@@ -67,7 +69,11 @@ def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
 def add_commands(commands: Any) -> None:
     """Add the commands to `argparse.ArgumentParser.add_subparsers()`."""
     convert = commands.add_parser("convert", help="convert a PEFT folder to an Arrow card, or a card to a folder")
-    convert.add_argument("source", type=named_path, help=f"PEFT folder or {CARD_SUFFIX} file")
+    convert.add_argument(
+        "source",
+        type=named_path,
+        help=f"PEFT folder, {CARD_SUFFIX} file, or an adapter of MLX, torchtune, kohya or diffusers as safetensors",
+    )
     convert.add_argument("target", type=Path, help=f"{CARD_SUFFIX} file, or a folder for PEFT")
     convert.add_argument("--name", help="name in the card; default: the file's name")
     convert.add_argument(
@@ -75,7 +81,7 @@ def add_commands(commands: Any) -> None:
     )
     convert.add_argument(
         "--base",
-        help="path or source URI of the base model, to recognise old layouts of experts and write the current one",
+        help="path or source URI of the base model, which old layouts of experts and torchtune's adapters need",
     )
     convert.add_argument(
         "--plain",
@@ -292,7 +298,9 @@ def _load(
     if source.name.endswith(CARD_SUFFIX):
         card = read_card(source)
         return card.raw, card.name, card.metadata, card.quantization
-    return read_raw_adapter(source, spec), source.resolve().name, {}, None
+    other = None if (source / WEIGHTS_NAME).exists() else weights_of(source)
+    raw = read_raw_adapter(source, spec) if other is None else read_other_layout(other, spec)
+    return raw, source.resolve().name, {}, None
 
 
 def _check_there(source: Path) -> None:

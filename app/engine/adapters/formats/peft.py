@@ -108,6 +108,11 @@ def weights_file(folder: Path) -> Path:
                 f"'{folder.name}' holds {pickles[0]}, a pickle, which can run code when read; "
                 "save the adapter again with safe_serialization=True"
             )
+        if name == WEIGHTS_NAME and (others := sorted(file.name for file in folder.glob("*.safetensors"))):
+            raise AdapterFormatError(
+                f"'{folder.name}' has {short(others[0])} instead of {name}; if MLX, torchtune, diffusers or kohya "
+                "wrote it, `polylora convert` makes a PEFT folder of it"
+            )
         inside = sorted((path for path in folder.glob("checkpoint-*") if (path / CONFIG_NAME).exists()), key=_step)
         hint = f"did you mean '{folder.name}/{inside[-1].name}'?" if inside else "PEFT's save_pretrained writes it"
         raise AdapterFormatError(f"'{folder.name}' has no {name}; {hint}")

@@ -58,6 +58,14 @@ def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, RawTensor]:
     return tensors
 
 
+def safetensors_metadata(path: Path, limits: ReadLimits) -> Mapping[str, str]:
+    """The free metadata of a file that `read_safetensors` has read."""
+    contents = read_bounded(path, limits.max_weight_bytes)
+    (header_size,) = struct.unpack("<Q", contents[:8])
+    found: Mapping[str, str] = parse_object(contents[8 : 8 + header_size], "header").get("__metadata__", {})
+    return found
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
     """Write unquantised tensors as they are, sorted by name, so that equal tensors make equal files."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
