@@ -272,7 +272,7 @@ def _adapter_change(
 ) -> PlannedChange:
     """`parts`: the adapters that a combination may have, by name."""
     load = ("POST", f"/v1/loras{'' if desired.lazy else '?wait=true'}", desired.body)
-    wanted_source = desired.path if desired.combine is None else _shown(desired.combine)
+    wanted_source = desired.path if desired.combine is None else _combination_text(desired.combine)
     if present is None:
         verb = "register" if desired.lazy else "load"
         return PlannedChange("+", desired.name, f"{verb} {wanted_source}", load, loads=True)
@@ -305,7 +305,7 @@ def _adapter_change(
     return PlannedChange("=", desired.name, "", None)
 
 
-def _shown(combination: DesiredCombination) -> str:
+def _combination_text(combination: DesiredCombination) -> str:
     parts = "+".join(f"{part.name}*{part.weight:g}" for part in combination.adapters)
     return f"{combination.method}({parts})"
 

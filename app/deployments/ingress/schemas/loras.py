@@ -37,9 +37,8 @@ class GenerationDefaults(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
-    @property
-    def stored(self) -> str:
-        """As the registry stores them."""
+    def to_json(self) -> str:
+        """The JSON that the registry stores; "" for none."""
         values = self.model_dump(exclude_none=True)
         return json.dumps(values, sort_keys=True, ensure_ascii=False) if values else ""
 

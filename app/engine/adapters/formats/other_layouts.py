@@ -231,7 +231,7 @@ def _mlx_modules(
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         raise AdapterFormatError(f"{short(path)}: {list(a.shape)} and {list(b.shape)} are not [in, r] and [r, out]")
     rank = a.shape[1]
-    module = RawModule(path, _transposed(a), _transposed(b), scale(rank) * rank, use_rslora=False, magnitude=magnitude)
+    module = RawModule(path, _transpose(a), _transpose(b), scale(rank) * rank, use_rslora=False, magnitude=magnitude)
     if path != EMBEDDING_PATH:
         return [module]
     if spec is None:
@@ -299,7 +299,7 @@ def _tensor(dtype: str, bits: NDArray[Any]) -> RawTensor:
     return RawTensor(dtype, values.shape, memoryview(values.tobytes()))
 
 
-def _transposed(tensor: RawTensor) -> RawTensor:
+def _transpose(tensor: RawTensor) -> RawTensor:
     return _tensor(tensor.dtype, _bits(tensor).T)
 
 

@@ -77,7 +77,7 @@ def _load_request(body: RegisterAdapterBody, caller: Principal, service: Ingress
             body.pinned,
             body.traffic_weight,
             body.description,
-            _stored(body.defaults),
+            _defaults_json(body.defaults),
             adapters=service.adapters_config,
         )
     if body.combine is None or body.path is not None:
@@ -85,12 +85,18 @@ def _load_request(body: RegisterAdapterBody, caller: Principal, service: Ingress
     method = body.combine.combination_method
     combination = service.preprocessor.resolver.combine(body.combine.adapters, caller, method=method)
     return compose_request(
-        caller, body.name, combination, body.pinned, body.traffic_weight, body.description, _stored(body.defaults)
+        caller,
+        body.name,
+        combination,
+        body.pinned,
+        body.traffic_weight,
+        body.description,
+        _defaults_json(body.defaults),
     )
 
 
-def _stored(defaults: GenerationDefaults | None) -> str | None:
-    return None if defaults is None else defaults.stored
+def _defaults_json(defaults: GenerationDefaults | None) -> str | None:
+    return None if defaults is None else defaults.to_json()
 
 
 def _registration(load: LoadRequest) -> Registration:
@@ -169,7 +175,7 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
                 None,
                 e.traffic_weight,
                 e.description,
-                _stored(e.defaults),
+                _defaults_json(e.defaults),
                 adapters=service.adapters_config,
             )
             for e in body.adapters
@@ -200,7 +206,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.patch("/v1/loras/{name:model}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
         """Change an adapter's pin, traffic weight, description or defaults, which are replaced as a whole."""
-        caller, defaults = http_principal(request), _stored(body.defaults)
+        caller, defaults = http_principal(request), _defaults_json(body.defaults)
         check_settings(caller, body.pinned, body.traffic_weight, body.description, defaults)
         entry = await service.adapter_admin.store.configure(
             name,
