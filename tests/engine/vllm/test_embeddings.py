@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from app.engine.errors import UnsupportedField
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 from tests.engine.running import Served, engine_config, make_adapter, ref_of, vllm_section, write_model
 
+_NUMBERS = itertools.count()
 PROMPTS = [(5, 6, 7, 8), (9, 10), tuple(range(3, 60))]
 
 
@@ -39,7 +41,7 @@ def embed(
     served: Served, token_ids: tuple[int, ...], adapter: LoraAdapter | None = None, **pooling: Any
 ) -> NDArray[np.float32]:
     """The vector, which is one of length 1."""
-    name = f"{token_ids}{adapter and adapter.card.digest}{pooling}"
+    name = f"e{next(_NUMBERS)}"
     ref = ref_of(adapter) if adapter is not None else None
     params = PoolingParams(**pooling)
     served.engine.submit(GenerateRequest(name, "a", token_ids, SamplingParams(), ref, pooling=params), adapter)
