@@ -199,6 +199,7 @@ class Engine:
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
             self._backend.prepare_adapter(adapter)  # if it is evicted before it runs, the write prepares it
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
+        sequence.submitted_s = self._clock()
         if adapter is not None:
             limits = self._backend.limits
             sequence.num_needed, sequence.extra_bytes = limits.rank_rows_of(adapter), limits.extra_bytes_of(adapter)

@@ -145,6 +145,21 @@ class RequestUsage(NamedTuple):
     kv_block_ms: int = 0
 
 
+class RequestTiming(NamedTuple):
+    """Where a request's time went in one replica so far, in whole microseconds and in this order, for traces.
+
+    `fetch_us`: until its adapter was in the replica's host memory. `queue_us`: until its first step. `write_us`: the
+    write of its adapter to the device, if this request caused it. `prefill_us`: until its first token. `decode_us`:
+    until its last one.
+    """
+
+    fetch_us: int = 0
+    queue_us: int = 0
+    write_us: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The output of one step for one request. The last chunk of a request has `finish_reason` set.
@@ -154,7 +169,7 @@ class TokenChunk:
     text layer hides it. `error` is set only with finish_reason "error". `embedding` is the result of a request with
     `pooling`, as little-endian float32; its finish_reason is "stop". `request_usage` is set in the last chunk unless
     the engine failed: then the engine that resumes the request counts all of it. `prompt_logprobs` of the prompt's
-    tokens but the first are in the first chunk with tokens, or in the last one.
+    tokens but the first are in the first chunk with tokens, or in the last one. `timing` comes with `usage`.
     """
 
     request_id: str
@@ -167,3 +182,4 @@ class TokenChunk:
     embedding: bytes = b""
     request_usage: RequestUsage | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    timing: RequestTiming | None = field(default=None, compare=False)

@@ -19,7 +19,7 @@ from app.engine.batch import Bias
 from app.engine.constraint import Constraint
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.block_pool import activation_hash, block_hash, root_hash
-from app.engine.request import FinishReason, GenerateRequest, RequestUsage, TokenLogprobs, Usage
+from app.engine.request import FinishReason, GenerateRequest, RequestTiming, RequestUsage, TokenLogprobs, Usage
 
 #: Draft tokens of a sequence's first draft, and of any.
 FIRST_DRAFT_LENGTH, MAX_DRAFT_LENGTH = 3, 7
@@ -50,6 +50,9 @@ class Sequence:
     until `held_since_s`. `bias` is added to its logits, `stop_bias` instead until min_tokens. `constraint` is the
     grammar of a structured output, set before it is queued.
 
+    `submitted_s`, `started_s`, `first_s`: the engine's clock at its submission, first step and first token, 0 before;
+    `write_s`: seconds of the write of its adapter to the device.
+
     `prompt_logprobs` grow with the steps of its prompt if `wants_prompt_logprobs`: those of token 1 on.
 
     Activated LoRA: tokens before `adapter_start` are computed without the adapter, and blocks before `first_own_block`
@@ -59,12 +62,12 @@ class Sequence:
     __slots__ = (
         "adapter", "adapter_digest", "adapter_slot", "adapter_start", "bias", "block_hashes", "block_seconds",
         "block_size", "block_table", "bypassed", "constraint", "draft_length", "end_ids", "extra_bytes",
-        "first_own_block", "forced_draft_length", "has_memory", "held_since_s", "load_bytes", "max_tokens",
+        "first_own_block", "first_s", "forced_draft_length", "has_memory", "held_since_s", "load_bytes", "max_tokens",
         "ngram_draft_length", "num_blocks", "num_cached", "num_computed", "num_draft_tokens", "num_given", "num_loads",
         "num_needed", "num_prompt", "num_rows", "num_tokens", "order", "pooled_sums", "pooling", "prediction",
         "prompt_logprobs", "rank",
-        "request", "request_id", "root", "row_seconds", "status", "stop_bias", "stop_ids", "tenant_id", "token_ids",
-        "wants_history", "wants_logprobs", "wants_prompt_logprobs",
+        "request", "request_id", "root", "row_seconds", "started_s", "status", "stop_bias", "stop_ids",
+        "submitted_s", "tenant_id", "token_ids", "wants_history", "wants_logprobs", "wants_prompt_logprobs", "write_s",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, adapter: LoraAdapter | None, spec: ModelSpec, block_size: int) -> None:
@@ -83,6 +86,7 @@ class Sequence:
         self.num_rows = 0
         self.held_since_s = self.block_seconds = self.row_seconds = 0.0
         self.num_loads = self.load_bytes = 0
+        self.submitted_s = self.started_s = self.first_s = self.write_s = 0.0
 
         self.num_prompt = len(request.token_ids)
         self.num_given = self.num_tokens = self.num_prompt + len(request.resume_token_ids)
@@ -210,10 +214,18 @@ class Sequence:
         self.row_seconds += self.num_rows * seconds
         self.held_since_s = now_s
 
-    def count_load(self, size_bytes: int) -> None:
+    def count_load(self, size_bytes: int, took_s: float) -> None:
         """Account for a write of its adapter to the device that this sequence caused."""
         self.num_loads += 1
         self.load_bytes += size_bytes
+        self.write_s += took_s
+
+    def timing(self, now_s: float) -> RequestTiming:
+        """Where its time went until `now_s`, which is the time of its first token if that was not noted."""
+        started_s = self.started_s or now_s  # it may end before its first step
+        self.first_s = first_s = self.first_s or now_s
+        parts = (started_s - self.submitted_s, self.write_s, first_s - started_s - self.write_s, now_s - first_s)
+        return RequestTiming(0, *(max(0, round(part * 1e6)) for part in parts))
 
     def request_usage(self) -> RequestUsage:
         """What it has used of this engine, and of engines before that have not reported their part."""

@@ -32,6 +32,7 @@ from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.preprocess.tokenizer_service import open_tokenizer_service
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.ingress.tracing import open_tracer
 from app.deployments.placement.actor import placement_service
 from app.deployments.placement.placer import LoadTableClient, PlacementTableClient, Placer
 from app.deployments.placement.replica_choice import make_policy
@@ -98,6 +99,7 @@ class Ingress(AsgiIngress):
             metrics=metrics,
             clock=time.time,
             steady_clock=time.monotonic,
+            tracer=open_tracer(os.environ, time.time),
         )
         self._service = IngressService(config, parts)
         host = os.environ.get(HTTP_HOST)

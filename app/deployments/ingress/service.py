@@ -36,6 +36,7 @@ from app.deployments.ingress.principal import Principal, batch_principal
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.semantic_router.router import AdapterSelector, SemanticRouter, TextEmbedder
 from app.deployments.ingress.serializers.loras import record_body
+from app.deployments.ingress.tracing import RequestTracer
 from app.deployments.object_storage.models import Batch
 from app.deployments.object_storage.service import StorageService
 from app.deployments.placement.placer import Placer
@@ -70,6 +71,7 @@ class Parts(NamedTuple):
     metrics: IngressMetrics
     clock: Callable[[], float]
     steady_clock: Callable[[], float]
+    tracer: RequestTracer | None = None
 
 
 class IngressService:
@@ -80,6 +82,7 @@ class IngressService:
         self._placer = parts.placer
         self._replicas = parts.replicas
         self._metrics = parts.metrics
+        self.tracer = parts.tracer
         self.base_name = config.model.name
         self.new_project_limits = _new_project_limits(config)
         self.adapters_config = config.adapters
@@ -180,6 +183,8 @@ class IngressService:
         if task is not None:
             self.accounting.end(task, is_cut=status == TABLE[ClientGone].status)
             self.adapter_metrics.record(task, status)
+            if self.tracer is not None:
+                self.tracer.record(task)
         first = task.requests[0] if task is not None else None
         self._metrics.request(
             route,
@@ -225,6 +230,8 @@ class IngressService:
         clients = (self.adapter_admin, self._router, self._lazy_loader, self._directory)
         for part in (*clients, self._request_router, self._connections, self.adapter_metrics, self.accounting):
             await part.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
 
 def _new_project_limits(config: AppConfig) -> TenantLimits:

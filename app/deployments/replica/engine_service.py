@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,6 +72,7 @@ class EngineService:
         self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
         self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._fetch_us: dict[str, int] = {}  # of requests that waited for their adapter
         self._waiting_places = FairLimiter[str]("engine.max_queued_requests", max_queued_requests)
         self._suspects = SuspectQueue()
         self._tasks = Tasks()
@@ -165,6 +168,7 @@ class EngineService:
         for request_id in request_ids:
             self._hub.unregister(request_id)
             self._active.pop(request_id, None)
+            self._fetch_us.pop(request_id, None)
             self._suspects.remove(request_id)
             task = self._stop_waiting(request_id)
             if task is not None:
@@ -263,6 +267,7 @@ class EngineService:
         return self._waiting.pop(request_id, None)
 
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
+        began_s = time.perf_counter()
         try:
             adapter = await self._adapter(ref)
         except Exception as error:
@@ -270,6 +275,7 @@ class EngineService:
             self._fail(request.request_id, error)
             return
         self._stop_waiting(request.request_id)
+        self._fetch_us[request.request_id] = round((time.perf_counter() - began_s) * 1e6)
         self._enter(request, adapter)
 
     def _enter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
@@ -320,6 +326,8 @@ class EngineService:
         is_over = failure is not None and any(chunk.error is failure for chunk in chunks)
         if is_over:
             chunks = [chunk for chunk in chunks if chunk.error is not failure]
+        if self._fetch_us:
+            chunks = [self._with_fetch(chunk) for chunk in chunks]
         self._hub.deliver(chunks)
         for chunk in chunks:
             self._suspects.on_chunk(chunk)
@@ -327,6 +335,15 @@ class EngineService:
                 self._count(chunk)
         if failure is not None and is_over:
             self._hub.end(self._end_error(failure))
+
+    def _with_fetch(self, chunk: TokenChunk) -> TokenChunk:
+        """The chunk with the time for which its request waited for its adapter here."""
+        fetch_us = self._fetch_us.get(chunk.request_id)
+        if fetch_us is None:
+            return chunk
+        if chunk.finish_reason is not None:
+            del self._fetch_us[chunk.request_id]
+        return chunk if chunk.timing is None else replace(chunk, timing=chunk.timing._replace(fetch_us=fetch_us))
 
     def _count(self, chunk: TokenChunk) -> None:
         """Record the usage of a finished request; one that continues elsewhere is recorded there."""
@@ -346,6 +363,7 @@ class EngineService:
         return self._final_error
 
     def _fail(self, request_id: str, error: Exception) -> None:
+        self._fetch_us.pop(request_id, None)
         if not isinstance(error, PolyloraError):
             logger.error("unexpected error while admitting request %s", request_id, exc_info=error)
             error = EngineFailure("internal error while admitting the request; the replica's log has the details")

@@ -20,7 +20,7 @@ from app.deployments.rpc.background_tasks import wait_for_event
 from app.deployments.rpc.transport import ReplicaUnreachable
 from app.engine import errors
 from app.engine.errors import PolyloraError
-from app.engine.request import RequestUsage, TokenChunk, TokenLogprobs, Usage
+from app.engine.request import RequestTiming, RequestUsage, TokenChunk, TokenLogprobs, Usage
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ def _fields_of(chunk: TokenChunk) -> tuple[Any, ...]:
         chunk.embedding,
         chunk.request_usage,
         _logprobs_of(chunk.prompt_logprobs),
+        chunk.timing,
     )
 
 
@@ -89,6 +90,7 @@ def _chunk_of(
     embedding: bytes,
     request_usage: tuple[int, ...] | None,
     prompt_logprobs: Iterable[tuple[Any, ...]],
+    timing: tuple[int, ...] | None,
 ) -> TokenChunk:
     """The opposite of `_fields_of`."""
     return TokenChunk(
@@ -102,6 +104,7 @@ def _chunk_of(
         embedding,
         None if request_usage is None else RequestUsage(*request_usage),
         tuple([TokenLogprobs(*each) for each in prompt_logprobs]),
+        None if timing is None else RequestTiming(*timing),
     )
 
 

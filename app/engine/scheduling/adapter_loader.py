@@ -81,10 +81,11 @@ class AdapterLoader:
             self._backend.write_adapter(write.adapter_slot, write.row_start, adapter)
         except AdapterError as error:
             return error
-        self._meter.adapter_write_s += self._clock() - started_s
+        took_s = self._clock() - started_s
+        self._meter.adapter_write_s += took_s
         self._meter.count_adapter_write(write.tenant_id, adapter.card.size_bytes)
         if write.sequence is not None:
-            write.sequence.count_load(adapter.card.size_bytes)
+            write.sequence.count_load(adapter.card.size_bytes, took_s)
         return None
 
     def _unready(self, plan: Schedule, refused: dict[str, PolyloraError]) -> set[int]:

@@ -43,6 +43,8 @@ class LiveSequences:
 
     def run(self, admitted: list[Sequence]) -> None:
         """Start admitted sequences, which hold their blocks and rows."""
+        for sequence in admitted:
+            sequence.started_s = sequence.started_s or self._meter.now_s
         self.running += admitted
         self.running.sort(key=_order)
 
@@ -116,8 +118,9 @@ class LiveSequences:
         usage, request_usage = sequence.usage(), sequence.request_usage()
         self._meter.count_usage(sequence.tenant_id, request_usage)
         return TokenChunk(
-            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, request_usage
-        )
+            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, request_usage,
+            timing=sequence.timing(self._meter.now_s),
+        )  # fmt: skip
 
     def check(self, num_waiting: int) -> None:
         """Assert that blocks, references and counts are accounted for; for tests."""

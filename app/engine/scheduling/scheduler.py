@@ -224,7 +224,8 @@ class Scheduler:
             assert reason is not None
             return self.with_prompt_logprobs(sequence, self.live.finish(sequence, reason, token_ids, logprobs))
         is_first = sequence.num_tokens == sequence.num_given + len(token_ids)
-        chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+        usage, timing = (sequence.usage(), sequence.timing(self._meter.now_s)) if is_first else (None, None)
+        chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=usage, timing=timing)
         return self.with_prompt_logprobs(sequence, chunk)
 
     def with_prompt_logprobs(self, sequence: Sequence, chunk: TokenChunk) -> TokenChunk:

@@ -119,7 +119,8 @@ class VllmScheduler(Scheduler):
             del self.sent[wire_id(sequence)]
             chunk = self.live.finish(sequence, reason, token_ids, logprobs)
         else:
-            chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+            usage, timing = (sequence.usage(), sequence.timing(self._meter.now_s)) if is_first else (None, None)
+            chunk = TokenChunk(sequence.request_id, token_ids, logprobs, usage=usage, timing=timing)
         return self.with_prompt_logprobs(sequence, chunk)
 
     def _commit_embedding(self, sequence: Sequence, pooling: PoolingParams, values: bytes) -> TokenChunk:

@@ -15,7 +15,7 @@ from app.deployments.rpc import frames as module
 from app.deployments.rpc.frames import FrameHub, HeartbeatTimeout, pack_frame, unpack_frame, with_heartbeat
 from app.deployments.rpc.transport import PROTOCOL, ReplicaGone, ReplicaUnreachable, check_protocol
 from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
-from app.engine.request import RequestUsage, TokenChunk, TokenLogprobs, Usage
+from app.engine.request import RequestTiming, RequestUsage, TokenChunk, TokenLogprobs, Usage
 from tests import seeds
 
 
@@ -54,10 +54,12 @@ def test_every_field_of_a_chunk_travels() -> None:
     every = TokenChunk(
         "a/1", (5,), (TokenLogprobs(5, -1.0, ((5, -1.0), (6, -2.0))),), "error", 5, Usage(1, 2, 3), NotReady("away"),
         b"vector", RequestUsage(1, 2, 3, 4, 5, 6, 7), (TokenLogprobs(5, -1.0, ((5, -1.0),), 3),),
+        RequestTiming(1, 2, 3, 4, 5),
     )  # fmt: skip
     assert all(getattr(every, name) for name in TokenChunk.__match_args__)
     (again,) = unpack_frame(pack_frame([every]))
     assert again == every
+    assert again.timing == every.timing, "it is no part of the comparison"
 
 
 def test_an_error_of_a_class_that_an_ingress_does_not_know_travels_as_its_nearest_known_one() -> None:

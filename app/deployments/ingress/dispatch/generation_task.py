@@ -17,7 +17,7 @@ from app.deployments.ingress.semantic_router.decision import Decision
 from app.deployments.ingress.serializers.detokenizer import Decoder, TextDelta, text_deltas
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.tenancy.quota.rate_limiter import Reservation
-from app.engine.request import GenerateRequest, TokenLogprobs, Usage
+from app.engine.request import GenerateRequest, RequestTiming, TokenLogprobs, Usage
 from app.engine.spec_decode.ngram_proposer import num_predicted_tokens
 
 
@@ -50,7 +50,8 @@ class PredictionUsage(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """Unix time of the task's first text, and each sequence's usage so far.
+    """Unix time of the task's first text, and each sequence's usage so far, and its timing with the Unix time at which
+    that arrived.
 
     `predictions`: by sequence, once a predicted answer has ended. `assigned` is set when each of the `num_assigned`
     sequences has been sent to a replica.
@@ -58,6 +59,7 @@ class Progress:
 
     first_s: float | None = None
     usages: dict[int, Usage] = field(default_factory=dict)
+    timings: dict[int, tuple[float, RequestTiming]] = field(default_factory=dict)
     predictions: dict[int, PredictionUsage] = field(default_factory=dict)
     assigned: asyncio.Event = field(default_factory=asyncio.Event)
     num_assigned: int = 0
@@ -115,6 +117,7 @@ class GenerationTask:
         echo = self.echoes[index] if self.echoes else ""
         prediction = self.requests[index].prediction_ids
         answered: list[int] = []
+        timing: RequestTiming | None = None
         source = text_deltas(chunks, self.new_decoder(), self.stops, self.special_stops, keep_end=self.keeps_end)
         async with aclosing(source) as deltas:
             async for delta in deltas:
@@ -122,6 +125,9 @@ class GenerationTask:
                     self.progress.first_s = self.clock()
                 if delta.usage is not None:
                     self.progress.usages[index] = delta.usage
+                if delta.timing is not timing and delta.timing is not None:
+                    timing = delta.timing
+                    self.progress.timings[index] = (self.clock(), timing)
                 if prediction:
                     answered += delta.token_ids
                     if delta.finish_reason is not None:

@@ -23,6 +23,7 @@ from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
 from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.middleware.sessions import ConsoleSessions
+from app.deployments.ingress.http.middleware.tracing import TracingMiddleware
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
 from app.deployments.ingress.http.request_parsing import (
     DirectRoute,
@@ -87,6 +88,8 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
             CORSMiddleware, allow_origins=policy.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(OriginCheckMiddleware, policy=policy)
+    if service.tracer is not None:
+        app.add_middleware(TracingMiddleware, tracer=service.tracer)
     app.add_middleware(RequestLogMiddleware, every=log_requests)
 
     app.state.service = service  # for `JsonBody`

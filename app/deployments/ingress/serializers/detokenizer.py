@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.engine.errors import EngineFailure
-from app.engine.request import FinishReason, TokenChunk, TokenLogprobs, Usage
+from app.engine.request import FinishReason, RequestTiming, TokenChunk, TokenLogprobs, Usage
 
 
 class Decoder(Protocol):
@@ -35,7 +35,7 @@ class TextDelta:
 
     `token_ids` and `logprobs` are those since the previous piece. `usage` counts all tokens so far, including those
     without text. `stop`: the stop string that ended the answer. `prompt_logprobs`: those of the prompt's tokens but the
-    first, in the first piece, if the request asks for them.
+    first, in the first piece, if the request asks for them. `timing`: the last one that the engine has sent.
     """
 
     text: str
@@ -45,6 +45,7 @@ class TextDelta:
     usage: Usage | None = None
     stop: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    timing: RequestTiming | None = None
 
 
 class StopMatcher:
@@ -148,11 +149,13 @@ async def text_deltas(
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     usage: Usage | None = None
+    timing: RequestTiming | None = None
     async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
         async for whole in source:
             if whole.finish_reason == "error":
                 raise whole.error or EngineFailure("the engine ended the request without saying why")
             prompt_logprobs += whole.prompt_logprobs
+            timing = whole.timing or timing
             for chunk in _one_by_one(whole) if stops and len(whole.token_ids) > 1 else (whole,):
                 if chunk.usage is not None:
                     usage = chunk.usage
@@ -170,7 +173,7 @@ async def text_deltas(
                     text += tail
                     reason = reason if stop is None else "stop"
                 if text or reason is not None or (keep_end and token_ids):
-                    yield TextDelta(text, token_ids, logprobs, reason, usage, stop, prompt_logprobs)
+                    yield TextDelta(text, token_ids, logprobs, reason, usage, stop, prompt_logprobs, timing)
                     token_ids, logprobs, prompt_logprobs = (), (), ()
                 if reason is not None:
                     return

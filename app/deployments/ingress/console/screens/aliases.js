@@ -72,7 +72,7 @@ function Weights({ name, targets, onChange }) {
     handle.addEventListener("pointerup", () => handle.removeEventListener("pointermove", follow), { once: true });
   };
   return html`<div class="weights" ref=${bar} role="group" aria-label=${`Traffic of ${name}`}>
-    ${names.map((each, index) => html`<div class="part" style=${{ width: `${targets[each] / sum * 100}%`, background: `var(${COLORS[index % 6]})` }} title=${`${each}: ${percent(targets[each] / sum)}`}>${targets[each] / sum > 0.08 ? `${each} ${percent(targets[each] / sum)}` : ""}</div>`)}
+    ${names.map((each, index) => html`<div class="part" style=${{ width: `${targets[each] / sum * 100}%`, background: `var(${COLORS[index % 6]})` }} title=${`${each}: ${percent(targets[each] / sum)}`}><span>${each} ${percent(targets[each] / sum)}</span></div>`)}
     ${names.slice(0, -1).map((each, index) => html`<div class="handle" role="slider" tabindex="0" aria-label=${`Border between ${each} and ${names[index + 1]}`} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(ends[index] * 100)}
       aria-valuetext=${`${each} ${percent(targets[each] / sum)}, ${names[index + 1]} ${percent(targets[names[index + 1]] / sum)}`} style=${{ left: `${ends[index] * 100}%` }} onPointerDown=${event => drag(index, event)}
       onKeyDown=${event => { const step = { ArrowLeft: -0.01, ArrowRight: 0.01, PageDown: -0.1, PageUp: 0.1, Home: -1, End: 1 }[event.key]; if (step) { event.preventDefault(); move(index, ends[index] + step); } }}></div>`)}</div>`;
