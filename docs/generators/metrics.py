@@ -34,9 +34,9 @@ counter. With `polylora serve` Ray chooses the port, on 127.0.0.1, and writes it
 
     curl http://127.0.0.1:$(cat /tmp/polylora-$(id -u)/ray/session_latest/metrics_export_port_*)/metrics
 
-In a cluster of your own (`RAY_ADDRESS`) the port is `ray start --metrics-export-port`. `configs/grafana/` has four
-dashboards (service, engines, adapters, tenants): import each file in Grafana and choose the Prometheus that scrapes
-Ray's ports.
+In a cluster of your own (`RAY_ADDRESS`) the port is `ray start --metrics-export-port`. `configs/grafana/` has
+dashboards (service, engines, adapters, tenants, objectives, canary): import each file in Grafana and choose the
+Prometheus that scrapes Ray's ports. `configs/prometheus/` has recording rules and alerts.
 
 """
 
