@@ -50,6 +50,8 @@ from app.version import version
 
 #: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
 MAX_EVENTS, MAX_FAILURES = 200, 10
+#: Routes that ask whether the service is ready.
+PROBES = frozenset({"health", "readyz", "livez"})
 
 
 class Parts(NamedTuple):
@@ -179,7 +181,8 @@ class IngressService:
 
     def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
         """Count a finished request; `task` is None if it failed before it had sequences."""
-        self.overview.record(task, status)
+        if route not in PROBES:  # refused while the service starts
+            self.overview.record(task, status)
         if task is not None:
             self.accounting.end(task, is_cut=status == TABLE[ClientGone].status)
             self.adapter_metrics.record(task, status)

@@ -23,7 +23,7 @@ AXE = os.environ.get("POLYLORA_AXE", "")
 #: Of all pages, shown together at the end.
 VIOLATIONS: list[str] = []
 SIZES = {"wide": (1440, 900), "narrow": (390, 844), "4k": (3840, 2160), "tiny": (360, 640)}
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=60_000)
 
 
 @contextmanager
@@ -277,6 +277,55 @@ def lost(browser: Browser, url: str) -> None:
         shot(new, "stale")
 
 
+def newcomer(browser: Browser, url: str, folder: str) -> None:
+    """A first visit to the demo service: drop a folder, compare it with the base, start a canary, find out why a load
+    failed."""
+    with page(browser, url, expected=r"status of 4\d\d") as new:
+        new.goto(f"{url}/console/")
+        expect(new.get_by_text("Requests per second")).to_be_visible()
+        print("first paint", new.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+        new.get_by_role("link", name="Adapters", exact=False).first.click()
+        new.get_by_role("button", name="Load adapter").click()
+        new.get_by_role("tab", name="From this computer").click()
+        new.locator("dialog input[type=file]").set_input_files(sorted(Path(folder).iterdir()))
+        new.locator("dialog").get_by_label("Name").fill("sql-next")
+        new.locator("dialog").get_by_role("button", name="Load", exact=True).click()
+        new.goto(f"{url}/console/#/adapters/sql-next")
+        expect(new.get_by_text("Served").first).to_be_visible()
+        new.get_by_text("Compare with the base").click()
+        new.get_by_label("Max tokens").fill("16")
+        new.get_by_role("button", name="Run").click()
+        expect(new.get_by_text("the same as the reference")).to_have_count(1)
+        check(new)
+        shot(new, "demo-playground")
+        new.goto(f"{url}/console/#/aliases")
+        new.get_by_role("button", name="New alias").first.click()
+        dialog = new.locator("dialog")
+        dialog.get_by_label("Name").fill("shop")
+        dialog.get_by_label("Target 1").fill("sql")
+        dialog.get_by_role("button", name="Add target").click()
+        dialog.get_by_label("Target 2").fill("sql-next")
+        dialog.get_by_role("button", name="Create").click()
+        expect(new.get_by_role("slider", name="Border between sql and sql-next")).to_be_visible()
+        check(new)
+        new.goto(f"{url}/console/#/adapters")
+        new.get_by_role("button", name="Load adapter").click()
+        new.locator("dialog").get_by_role("textbox", name="Name").fill("reports")
+        new.locator("dialog").get_by_label("Folder or URL").last.fill("reports-2026")
+        new.locator("dialog").get_by_role("button", name="Load", exact=True).click()
+        new.keyboard.press("Escape")
+        new.goto(f"{url}/console/#/overview")
+        new.get_by_role("link", name="Why, and what to do").click()
+        expect(new.get_by_text("What to do:")).to_be_visible()
+        shot(new, "demo-failed")
+        for name in SCREENS:
+            new.goto(f"{url}/console/#/{name}")
+            expect(new.get_by_role("heading", level=1)).to_be_visible()
+            new.wait_for_timeout(1500)
+            check(new)
+            shot(new, f"demo-{name}")
+
+
 def main(part: str, url: str, *words: str) -> None:
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -285,7 +334,10 @@ def main(part: str, url: str, *words: str) -> None:
             screens(browser, url)
             actions(browser, url, Path(words[0]))
         else:
-            {"keys": keys, "many": many, "lost": lost}[part](browser, url, *words)
+            words_of = {"newcomer": [Path(words[0])] if words else []}
+            {"newcomer": newcomer, "keys": keys, "many": many, "lost": lost}[part](
+                browser, url, *words_of.get(part, words)
+            )
         browser.close()
     assert not VIOLATIONS, "\n".join(dict.fromkeys(VIOLATIONS))
 

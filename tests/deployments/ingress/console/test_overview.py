@@ -81,6 +81,16 @@ async def test_the_overview_of_an_operator(http: httpx.AsyncClient, service: Ser
     assert (await http.get("/v1/overview")).json()["changes"] > changes
 
 
+async def test_a_probe_is_no_request(http: httpx.AsyncClient, service: Service) -> None:
+    clock = Clock()
+    service.overview._history = TrafficHistory(clock)
+    service.observe("health", 503, None)
+    service.observe("completions", 503, None)
+    clock.now_s += BUCKET_S
+    samples = (await http.get("/v1/overview")).json()["samples"]
+    assert (samples["requests"], samples["refused"]) == ([1], [1])
+
+
 async def test_a_replica_that_does_not_answer_has_no_counts(http: httpx.AsyncClient, service: Service) -> None:
     async def stats(replica_id: str) -> dict[str, Any]:
         raise ConnectionError(replica_id)

@@ -30,8 +30,8 @@ function Create({ first }) {
   return html`<${FormDialog} title="New alias" submit="Create" done="The alias is in force" call=${() => ["PUT", path(), { body: body() }]} run=${() => api("PUT", path(), { body: body() })} disabled=${!name.value || !rows.value.some(row => row.target)}>
     <${Field} label="Name" value=${name.value} hint="What clients send as their model." spellcheck="false" autocomplete="off" onInput=${value => { name.value = value.trim(); }} />
     ${rows.value.map((row, at) => html`<div class="row" key=${at}><div class="grow"><${Field} label=${`Target ${at + 1}`} list="targets" value=${row.target} spellcheck="false" autocomplete="off" onInput=${target => change(at, { target: target.trim() })} /></div>
-      <${Field} label="Weight" type="number" min="0" step="any" value=${row.weight} onInput=${weight => change(at, { weight })} /></div>`)}
-    <div><${Button} small icon="plus" onClick=${() => { rows.value = [...rows.value, { target: "", weight: "5" }]; }}>Add target</${Button}></div></${FormDialog}>`;
+      <${Field} label="Weight" hint=${`${percent(Number(row.weight) / (rows.value.reduce((sum, each) => sum + Number(each.weight), 0) || 1))} of the requests`} type="number" min="0" step="any" value=${row.weight} onInput=${weight => change(at, { weight })} /></div>`)}
+    <div><${Button} small icon="plus" onClick=${() => { rows.value = [...rows.value.map((row, _, { length }) => length === 1 ? { ...row, weight: "95" } : row), { target: "", weight: "5" }]; }}>Add target</${Button}></div></${FormDialog}>`;
 }
 
 function Alias({ alias, onDone }) {

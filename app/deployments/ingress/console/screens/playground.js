@@ -79,18 +79,18 @@ function Column({ column, index, answer, reference, onChange, onRemove }) {
         <input type="range" min="-1" max="2" step="0.05" value=${part.weight} aria-label=${`Weight of ${part.name || "adapter"} in ${title}`} onInput=${event => replace({ ...part, weight: Number(event.target.value) })} />
         <span class="num">× ${part.weight.toFixed(2)}</span><${Button} small kind="ghost" icon="close" label=${`Leave out ${part.name || "adapter"}`} disabled=${column.parts.length < 2} onClick=${() => onChange({ ...column, parts: column.parts.filter((_, place) => place !== at) })} /></div>`;
     })}<div><${Button} small icon="plus" onClick=${() => onChange({ ...column, parts: [...column.parts, { name: "", weight: 0.5 }] })}>Add adapter</${Button}></div></div>`}
-    <${Answer} answer=${answer} reference=${reference} /></section>`;
+    <${Answer} answer=${answer} reference=${reference} title=${title} /></section>`;
 }
 
 const shade = logprob => `color-mix(in srgb, var(--warn) ${Math.min(55, Math.round(-logprob * 15))}%, transparent)`;
 
-function Answer({ answer, reference }) {
+function Answer({ answer, reference, title }) {
   if (!answer) return html`<div class="answer muted">The answer appears here.</div><div></div>`;
   const tokens = answer.tokens;
   const isCompared = reference && reference.length > 0 && tokens.length > 0;
   const { kept, score } = isCompared ? difference(reference.map(each => each.text), tokens.map(each => each.text)) : { kept: null, score: null };
   const mean = tokens.length ? tokens.reduce((sum, each) => sum + (each.logprob ?? 0), 0) / tokens.length : null;
-  return html`<div class="answer" aria-live="off" tabindex="0" role="region" aria-label="Answer">${tokens.map((token, at) => html`<span class=${`t ${kept && !kept.has(at) ? "new" : ""}`} style=${token.logprob == null ? undefined : { background: shade(token.logprob) }}
+  return html`<div class="answer" aria-live="off" tabindex="0" role="region" aria-label=${`Answer, ${title}`}>${tokens.map((token, at) => html`<span class=${`t ${kept && !kept.has(at) ? "new" : ""}`} style=${token.logprob == null ? undefined : { background: shade(token.logprob) }}
       title=${token.logprob == null ? undefined : `${percent(Math.exp(token.logprob))} likely${token.others ? `; also: ${token.others}` : ""}`}>${token.text}</span>`)}${answer.tools && html`<${Code} text=${answer.tools} label="Tool calls" />`}<${Problem} error=${answer.error} /></div>
     <footer class="answer-foot">${isCompared && html`<span><b>${percent(score)}</b> the same as the reference</span>`}
       ${answer.first_s != null && html`<span>first token ${seconds(answer.first_s)}</span>`}${answer.end_s != null && html`<span>${seconds(answer.end_s)} in all</span>`}
