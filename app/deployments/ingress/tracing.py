@@ -149,7 +149,7 @@ def _parts(at_s: float, timing: RequestTiming, ended_s: float) -> Iterator[tuple
 
 
 def _about(request: GenerateRequest) -> dict[str, Any]:
-    """Whose request it is, without saying who, and what computed it."""
+    """What computed a request, and a hash of its tenant's id."""
     adapter = request.requested_adapter
     tenant = hashlib.sha256(request.tenant_id.encode()).hexdigest()[:16]
     named = {} if adapter is None else {"polylora.adapter": adapter.name, "polylora.adapter.digest": adapter.digest}
