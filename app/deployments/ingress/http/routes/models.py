@@ -15,7 +15,7 @@ from app.deployments.ingress.principal import Principal, http_principal, visible
 from app.deployments.ingress.schemas.completions import Model
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.service import IngressService
-from app.deployments.registry.feed.view import Entry, RegistryView
+from app.deployments.registry.feed.view import Entry
 from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import NotFound
@@ -46,7 +46,7 @@ def add_model_routes(app: FastAPI, service: IngressService) -> None:
         base, colon, adapter_name = name.partition(":")
         plain, version = split_version(adapter_name if colon and is_base(base) else name)
         entry = visible(service.registry, caller, plain)
-        if entry is not None and (version is None or _means(service.registry, entry, version)):
+        if entry is not None and (version is None or _means(service, entry, version)):
             return JSONResponse(model_of(service, entry, caller))
         if is_base(name) and caller.tenant.may_use(service.base_name):
             return JSONResponse(base_model(service))
@@ -82,11 +82,21 @@ async def all_models(service: IngressService, after: str | None, caller: Princip
     )
 
 
-def _means(registry: RegistryView, entry: Entry, version: ModelVersion) -> bool:
+def _means(service: IngressService, entry: Entry, version: ModelVersion) -> bool:
     """Whether an adapter's contents, or those of one of an alias's targets, are this version."""
-    names = [target.name for target in entry.targets] if isinstance(entry, AliasEntry) else [entry.name]
-    refs = (registry.resolve(split_version(name)[0], "", entry.tenant_id) for name in names)
-    return any(ref is not None and version.is_of(ref.digest, ref.generation) for ref in refs)
+    if not isinstance(entry, AliasEntry):
+        return _is_served(service, entry.name, version, entry.tenant_id)
+    return any(_is_served(service, target.name, version, entry.tenant_id) for target in entry.targets)
+
+
+def _is_served(service: IngressService, name: str, version: ModelVersion, owner_id: str) -> bool:
+    if service.preprocessor.resolver.is_base(name):
+        return version.is_of(service.preprocessor.tokenizer.spec.digest)
+    plain, own_version = split_version(name)
+    ref = service.registry.resolve(plain, "", owner_id)
+    return ref is not None and all(
+        each.is_of(ref.digest, ref.generation) for each in (version, own_version) if each is not None
+    )
 
 
 def base_model(service: IngressService) -> dict[str, Any]:

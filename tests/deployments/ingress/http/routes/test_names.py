@@ -266,6 +266,31 @@ async def test_an_alias_of_the_base_s_name_takes_its_requests(http: httpx.AsyncC
     assert (await http.get("/v1/models/base")).json()["parent"] is None
 
 
+async def test_a_version_of_an_alias_is_found_where_requests_are_answered(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    entry = await load(http)
+    digest = service.preprocessor.tokenizer.spec.digest
+    targets = {"base": 3, f"{NAME}@{entry['digest'][:8]}": 1}
+    assert (await http.put("/v1/aliases/canary", json={"targets": targets})).status_code == 200
+    for contents, version, status in (
+        ("new", digest[:12], 200),
+        ("new", f"sha256:{digest}", 200),
+        ("new", entry["digest"][:12], 200),
+        ("new", "1", 200),
+        ("new", "f" * 12, 404),
+        ("two", entry["digest"][:12], 404),
+        ("two", "2", 404),
+    ):
+        await load(http, path=contents)
+        name = f"canary@{version}"
+        answers = (
+            await http.post("/v1/completions", json=LEGACY | {"model": name}),
+            await http.get(f"/v1/models/{quote(name, safe='')}"),
+        )
+        assert {answer.status_code for answer in answers} == {status}, f"{name}: {[a.text for a in answers]}"
+
+
 async def test_a_project_takes_no_name_of_the_base(org: Org) -> None:
     answer = await org.ask("ada", "PUT", "/v1/aliases/base", json={"targets": {"base": 1}})
     assert answer.status_code == 400
