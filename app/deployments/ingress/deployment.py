@@ -31,6 +31,7 @@ from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.preprocess.tokenizer_service import open_tokenizer_service
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tracing import open_tracer
 from app.deployments.placement.actor import placement_service
@@ -158,6 +159,40 @@ class Ingress(AsgiIngress):
                 async for piece in pieces:
                     yield piece
 
+    async def chat(self, messages: list[dict[str, Any]], model: str | None = None, **fields: Any) -> dict[str, Any]:
+        """POST /v1/chat/completions with these fields: its answer."""
+        with builtin_errors():
+            given = {"messages": messages, "model": model, **fields}
+            return await handle_api.complete(self._service, ChatCompletionRequest, given)
+
+    async def complete(
+        self, prompt: str | list[str] | list[int] | list[list[int]], model: str | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """POST /v1/completions with these fields: its answer."""
+        with builtin_errors():
+            given = {"prompt": prompt, "model": model, **fields}
+            return await handle_api.complete(self._service, CompletionRequest, given)
+
+    async def stream_chat(
+        self, messages: list[dict[str, Any]], model: str | None = None, **fields: Any
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a streamed `chat` (`handle.options(stream=True).stream_chat.remote(...)`)."""
+        with builtin_errors():
+            given = {"messages": messages, "model": model, **fields}
+            async with aclosing(handle_api.stream_events(self._service, ChatCompletionRequest, given)) as events:
+                async for event in events:
+                    yield event
+
+    async def stream_complete(
+        self, prompt: str | list[str] | list[int] | list[list[int]], model: str | None = None, **fields: Any
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a streamed `complete`."""
+        with builtin_errors():
+            given = {"prompt": prompt, "model": model, **fields}
+            async with aclosing(handle_api.stream_events(self._service, CompletionRequest, given)) as events:
+                async for event in events:
+                    yield event
+
     async def embed(
         self,
         text: str | list[str],
@@ -172,9 +207,10 @@ class Ingress(AsgiIngress):
     async def list_adapters(self) -> list[dict[str, Any]]:
         return handle_api.list_adapters(self._service)
 
-    async def load(self, name: str, path: str) -> dict[str, Any]:
+    async def load(self, name: str, path: str | None = None, **options: Any) -> dict[str, Any]:
+        """POST /v1/loras with these options; waits for the load."""
         with builtin_errors():
-            return await handle_api.load(self._service, name, path)
+            return await handle_api.load(self._service, name, path, options)
 
     async def unload(self, name: str) -> dict[str, Any]:
         with builtin_errors():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import aclosing
 from typing import Any
 
@@ -9,11 +10,14 @@ import httpx
 import pytest
 
 from app.deployments.ingress import handle_api
+from app.deployments.ingress.principal import handle_principal
+from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, WeightedAdapter
 from app.deployments.ingress.serializers.loras import adapter_body, job_body, unload_body
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.dispatch.test_dispatcher import until
 from tests.deployments.managed import ADA, wanted
+from tests.fakes import fake_adapter
 
 SAMPLING = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
 
@@ -33,6 +37,97 @@ async def test_results_are_those_of_the_route(service: Service, http: httpx.Asyn
 
 def texts(results: object) -> list[str]:
     return [result["text"] for result in (results if isinstance(results, list) else [results])]
+
+
+def comparable(value: Any) -> Any:
+    """A result without what differs between two equal requests."""
+    if isinstance(value, list):
+        return [comparable(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: comparable(item) for name, item in value.items() if name not in ("id", "created", "cached_tokens")}
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("chat", {"model": "base", "logprobs": True, "top_logprobs": 2, "max_tokens": 4, "n": 2, "seed": 1}),
+        (
+            "chat",
+            {"model": "base", "tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1},
+        ),
+        ("chat", {"model": "auto", "max_tokens": 4}),
+        ("complete", {"model": "sql", "max_tokens": 4, "return_token_ids": True, "logprobs": 1}),
+        ("complete", {"model": "base", "adapters": [{"name": "sql"}], "max_tokens": 4}),
+        ("complete", {"model": "base", "echo": True, "logprobs": 0, "max_tokens": 0}),
+    ],
+)
+async def test_chats_and_completions_are_those_of_the_routes(
+    writing: Service, writer: httpx.AsyncClient, route: str, fields: dict[str, Any]
+) -> None:
+    adapter = fake_adapter("sql", 8)
+    writing.fleet.adapters[adapter.card.digest] = adapter
+    writing.managed.store.contents["sql"] = adapter.card.digest
+    await writing.managed.client.load_and_wait(wanted("sql", "sql"))
+    given = {"messages": [{"role": "user", "content": "a"}]} if route == "chat" else {"prompt": "abc"}
+    body = given | {"temperature": 0} | fields
+    path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
+    answer = await writer.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    kind = ChatCompletionRequest if route == "chat" else CompletionRequest
+    result = await handle_api.complete(writing, kind, body)
+    assert comparable(result) == comparable(answer.json())
+    assert {each.__module__ for each in classes(result)} == {"builtins"}
+    if fields.get("n") or fields.get("max_tokens") == 0:
+        return
+    streamed = await writer.post(path, json=body | {"stream": True})
+    events = [event async for event in handle_api.stream_events(writing, kind, body)]
+    lines = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    assert comparable(events) == [comparable(json.loads(line)) for line in lines]
+    assert len(events) > 1
+
+
+async def test_without_a_model_the_base_answers(service: Service) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    result = await handle_api.complete(service, ChatCompletionRequest, {"messages": messages, "max_tokens": 2})
+    assert service.preprocessor.resolver.is_base(result["model"])
+    assert service.counted[-1][0] is not None
+    assert service.counted[-1][0].requests[0].adapter is None
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream_options": {}, "stream": True}])
+async def test_stream_is_no_field_of_a_call(service: Service, fields: dict[str, Any]) -> None:
+    body = {"prompt": "a"} | fields
+    with pytest.raises(InvalidRequest, match="stream_chat") as caught:
+        await handle_api.complete(service, CompletionRequest, body)
+    assert caught.value.param == "stream"
+    assert service.observed == [("handle", 400)]
+
+
+async def test_every_option_of_a_load(service: Service) -> None:
+    lazy = await handle_api.load(service, "late", "new", {"lazy": True, "description": "d", "traffic_weight": 2.0})
+    assert (lazy["id"], lazy["state"], lazy["description"], lazy["traffic_weight"]) == ("late", "REGISTERED", "d", 2.0)
+    pinned = await handle_api.load(service, "kept", "two", {"pinned": True})
+    assert (pinned["state"], pinned["pinned"]) == ("LOADED", True)
+    parts = [{"name": "sql", "weight": 1.0}, {"name": "kept", "weight": -0.5}]
+    weighted = [WeightedAdapter.model_validate(part) for part in parts]
+    made = service.preprocessor.resolver.combine(weighted, handle_principal())
+    service.managed.store.contents[made.source] = made.digest
+    mixed = await handle_api.load(service, "mix", None, {"combine": {"adapters": parts}})
+    assert mixed["state"] == "LOADED"
+    for path, options, param in (
+        (None, {}, "path"),
+        ("new", {"combine": {"adapters": parts}}, "path"),
+        ("new", {"pined": True}, "pined"),
+        ("new", {"lazy": True, "pinned": True}, "pinned"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await handle_api.load(service, "x", path, options)
+        assert caught.value.param == param
 
 
 async def test_a_caller_that_leaves_a_stream_is_counted(service: Service) -> None:

@@ -56,7 +56,7 @@ def test_every_call_of_the_handle_that_can_fail_has_them() -> None:
     source = Path("app/deployments/ingress/deployment.py").read_text()
     (deployment,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "Ingress")
     methods = {node.name: node for node in ast.walk(deployment) if isinstance(node, ast.AsyncFunctionDef)}
-    for name in ("generate", "stream", "embed", "load", "unload"):
+    for name in ("generate", "stream", "chat", "complete", "stream_chat", "stream_complete", "embed", "load", "unload"):
         first = next(node for node in methods[name].body if not isinstance(node, ast.Expr))
         assert isinstance(first, ast.With), name
         assert ast.unparse(first.items[0]) == "builtin_errors()", name

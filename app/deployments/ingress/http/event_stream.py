@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply, error_reply
+from app.deployments.ingress.serializers.completion_events import sse
 
 #: A comment, which clients skip, and the seconds between two of them: proxies close connections without bytes.
 KEEP_ALIVE, KEEP_ALIVE_S = b": keep-alive\n\n", 10.0
-
-
-def sse(body: Mapping[str, Any]) -> bytes:
-    """One event."""
-    return b"data: %b\n\n" % to_json(body)
 
 
 class EventStream(StreamingResponse):

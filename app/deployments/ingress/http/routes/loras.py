@@ -15,6 +15,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_metrics import adapter_status
+from app.deployments.ingress.adapter_registration import defaults_json, load_and_wait, load_request_of, registration
 from app.deployments.ingress.http.openapi import takes_content
 from app.deployments.ingress.http.request_parsing import (
     FORM_TYPE,
@@ -28,11 +29,10 @@ from app.deployments.ingress.http.request_parsing import (
     page_body,
     read_form,
 )
-from app.deployments.ingress.principal import Principal, check_settings, compose_request, http_principal, load_request
+from app.deployments.ingress.principal import check_settings, http_principal, load_request
 from app.deployments.ingress.schemas.loras import (
     ConfigureAdapterBody,
     DynamoLora,
-    GenerationDefaults,
     Lora,
     LoraGeneration,
     LoraPage,
@@ -44,7 +44,6 @@ from app.deployments.ingress.schemas.loras import (
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import (
     adapter_body,
-    description_body,
     dynamo_fields,
     job_body,
     unload_body,
@@ -54,53 +53,13 @@ from app.deployments.registry.models import (
     UPLOADED,
     CatalogEntry,
     LoadRequest,
-    Registration,
     RegistryJob,
-    cannot_pin_error,
 )
 from app.engine.adapters.combining.combination import display_source
 from app.engine.errors import InvalidRequest
 from app.engine.scheduling.fair_limiter import FairSemaphore
 from app.model_names import split_version
 from app.redaction import holds_key
-
-
-def _load_request(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:
-    """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
-    if body.name is None:
-        raise InvalidRequest("name is missing; give the adapter a name", param="name")
-    if body.combine is None and body.path is not None:
-        return load_request(
-            caller,
-            body.name,
-            body.path,
-            body.pinned,
-            body.traffic_weight,
-            body.description,
-            _defaults_json(body.defaults),
-            adapters=service.adapters_config,
-        )
-    if body.combine is None or body.path is not None:
-        raise InvalidRequest("give either path, where the adapter is, or combine, its parts", param="path")
-    method = body.combine.combination_method
-    combination = service.preprocessor.resolver.combine(body.combine.adapters, caller, method=method)
-    return compose_request(
-        caller,
-        body.name,
-        combination,
-        body.pinned,
-        body.traffic_weight,
-        body.description,
-        _defaults_json(body.defaults),
-    )
-
-
-def _defaults_json(defaults: GenerationDefaults | None) -> str | None:
-    return None if defaults is None else defaults.to_json()
-
-
-def _registration(load: LoadRequest) -> Registration:
-    return Registration(load.name, load.source, load.traffic_weight, load.description, load.defaults)
 
 
 def _from_dynamo(body: RegisterAdapterBody) -> RegisterAdapterBody:
@@ -110,22 +69,6 @@ def _from_dynamo(body: RegisterAdapterBody) -> RegisterAdapterBody:
             "give either name and path, or lora_name and source", param="source" if body.source is None else "lora_name"
         )
     return body.model_copy(update={"name": body.lora_name, "path": body.source.uri, "wait": True})
-
-
-async def _register_lazily(
-    body: RegisterAdapterBody, load: LoadRequest, caller: Principal, service: IngressService
-) -> Response:
-    """Register a name without reading its adapter. Raises InvalidRequest for settings that need its contents."""
-    if body.combine is not None:
-        raise InvalidRequest(
-            "lazy is true, but a combination is made when it is registered; leave lazy out", param="lazy"
-        )
-    if body.pinned:
-        raise cannot_pin_error(load.name)
-    store = service.adapter_admin.store
-    await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
-    description = await store.describe(load.name, tenant_id=caller.tenant_id)
-    return JSONResponse(description_body(load.name, description, ()), status_code=201)
 
 
 def add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
@@ -149,13 +92,11 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
         is_dynamo = body.lora_name is not None or body.source is not None
         if is_dynamo:
             body = _from_dynamo(body)
-        load = _load_request(body, caller, service)
-        if body.lazy:
-            return await _register_lazily(body, load, caller, service)
-        if body.wait if query.wait is None else query.wait:
-            job, entry = await service.adapter_admin.store.load_and_wait(load)
-            extra = dynamo_fields(load.name, "loaded") if is_dynamo else {}
-            return JSONResponse(adapter_body(entry) | {"job": job_body(job)} | extra, status_code=201)
+        if body.lazy or (body.wait if query.wait is None else query.wait):
+            entry = await load_and_wait(body, caller, service)
+            extra = dynamo_fields(entry["id"], "loaded") if is_dynamo and not body.lazy else {}
+            return JSONResponse(entry | extra, status_code=201)
+        load = load_request_of(body, caller, service)
         job = await service.adapter_admin.store.load(load)
         return JSONResponse(
             {"id": job.name, "object": "lora", "state": job.state, "generation": job.generation, "job": job_body(job)},
@@ -175,12 +116,12 @@ def _add_collection_routes(routes: APIRouter, service: IngressService) -> None:
                 None,
                 e.traffic_weight,
                 e.description,
-                _defaults_json(e.defaults),
+                defaults_json(e.defaults),
                 adapters=service.adapters_config,
             )
             for e in body.adapters
         ]
-        new = list(map(_registration, loads))
+        new = list(map(registration, loads))
         done = await service.adapter_admin.store.register(new, tenant_id=caller.tenant_id, who=caller.who)
         counts = {"num_registered": done.num_changed, "num_unchanged": done.num_unchanged}
         return JSONResponse({"object": "manifest"} | counts)
@@ -206,7 +147,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
     @routes.patch("/v1/loras/{name:model}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
         """Change an adapter's pin, traffic weight, description or defaults, which are replaced as a whole."""
-        caller, defaults = http_principal(request), _defaults_json(body.defaults)
+        caller, defaults = http_principal(request), defaults_json(body.defaults)
         check_settings(caller, body.pinned, body.traffic_weight, body.description, defaults)
         entry = await service.adapter_admin.store.configure(
             name,

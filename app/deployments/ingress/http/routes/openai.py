@@ -5,17 +5,12 @@ The first event of a stream is awaited before the status line is sent, so that a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from functools import partial
-
 from fastapi import FastAPI, Request
-from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import answer, vectors
-from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
@@ -26,7 +21,6 @@ from app.deployments.ingress.http.request_lifecycle import (
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.preprocess.preprocessor import last_user_text
-from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.completions import (
     ChatCompletion,
@@ -38,9 +32,9 @@ from app.deployments.ingress.schemas.completions import (
 )
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
 from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
-from app.deployments.ingress.serializers.detokenizer import TextDelta
+from app.deployments.ingress.serializers.completion_events import completion_events
 from app.deployments.ingress.serializers.generate import generate_result
-from app.deployments.ingress.serializers.openai import ChatSerializer, TokenOffsets, chat_serializer, num_chars
+from app.deployments.ingress.serializers.openai import chat_serializer
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
@@ -83,7 +77,7 @@ async def _respond(
             found = await run_until_disconnect(request, content())
         service.observe(route, 200, task)
         return Response(found, media_type="application/json", headers=headers)
-    events = _events(task, serializer)
+    events = completion_events(task, serializer)
     with observe_if_cancelled(service, route, task):
         first = await first_event(request, events, task.progress.assigned)
     return EventStream(first, events, lambda status: service.observe(route, status, task), headers)
@@ -120,36 +114,6 @@ def _add_selection_route(app: FastAPI, service: IngressService) -> None:
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.accounting.headers(caller)
         return JSONResponse({"object": "route"} | decision.body(), headers=headers)
-
-
-async def _events(task: GenerationTask, serializer: ChatSerializer) -> AsyncGenerator[bytes]:
-    offsets = [TokenOffsets(serializer.text_bytes) for _ in task.requests]
-    started = [not serializer.is_chat] * len(task.requests)
-    readers = [serializer.reader(index) for index in range(len(task.requests))]
-    texts = [serializer.text_event(index) for index in range(len(task.requests))]
-    async with aclosing(task.deltas()) as deltas:
-        async for index, delta in deltas:
-            reader = readers[index]
-            if reader is not None:
-                event = b"".join(map(sse, serializer.tool_events(index, delta, offsets[index], reader)))
-            elif started[index] and delta.finish_reason is None and serializer.is_plain:
-                before, after = texts[index]  # the common case: only the text differs
-                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), after)
-            else:
-                event = await in_worker_if_long(
-                    num_chars(delta), partial(_event, serializer, index, delta, offsets[index])
-                )
-            if not started[index]:
-                started[index] = True
-                event = sse(serializer.role_event(index)) + event
-            if event:
-                yield event
-    if serializer.include_usage:
-        yield sse(serializer.usage_event(task.usages, task.num_per_prompt))
-
-
-def _event(serializer: ChatSerializer, index: int, delta: TextDelta, offsets: TokenOffsets) -> bytes:
-    return sse(serializer.event(index, delta, offsets))
 
 
 def _add_generate_route(app: FastAPI, service: IngressService) -> None:

@@ -14,12 +14,13 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.error_responses import WrongKeyKind
-from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber, page_body
 from app.deployments.ingress.principal import Principal, http_principal
 from app.deployments.ingress.schemas.health import Overview, ResidencyMap, SettingResponse
 from app.deployments.ingress.schemas.response_model import PageResponse
+from app.deployments.ingress.serializers.completion_events import sse
 from app.deployments.ingress.service import IngressService
 from app.deployments.ingress.traffic_history import BUCKET_S
 from app.engine.errors import QueueFull
