@@ -140,4 +140,4 @@ RESPONSES_REQUEST: Ignored = {
     "top_logprobs": (0,),
 }
 TEXT_FIELD = _any("verbosity")
-ITEM = _any("async caller id internal_chat_message_metadata_passthrough metadata phase status")
+ITEM = _any("async caller id internal_chat_message_metadata_passthrough metadata namespace phase status")

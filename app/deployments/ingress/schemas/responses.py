@@ -5,10 +5,10 @@ The route resolves `previous_response_id` by putting the stored conversation bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationInfo, model_validator
 
 from app.deployments.ingress.schemas import ignored_fields
 from app.deployments.ingress.schemas.openai import (
@@ -22,7 +22,7 @@ from app.deployments.ingress.schemas.openai import (
     joined_text,
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body, union_by_type
-from app.deployments.ingress.schemas.response_model import ResponseModel, Seconds
+from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
 
 #: Values of `include`: what an answer with these tools would contain in addition, and answers here never have.
 INCLUDABLE = (
@@ -66,6 +66,7 @@ class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: str
 
 
@@ -104,6 +105,37 @@ class ResponsesTool(Body):
     strict: bool = True
 
 
+class NamespaceTool(Body):
+    """Functions of one namespace. The prompt has them as `namespace.name`; calls have both names."""
+
+    location = "tools"
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Items[ResponsesTool] = Field(max_length=MAX_TOOLS)
+
+
+class WebSearchTool(Body):
+    """A search that OpenAI's servers run. The model need not use it, so it is left out and reported as ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["web_search", "web_search_2025_08_26"]
+
+    @model_validator(mode="after")
+    def _report(self, info: ValidationInfo) -> Self:
+        if isinstance(info.context, set):
+            info.context.add("tools.web_search")
+        return self
+
+
+if TYPE_CHECKING:
+    AnyTool: TypeAlias = ResponsesTool | NamespaceTool | WebSearchTool
+else:
+    AnyTool = union_by_type(ResponsesTool, NamespaceTool, WebSearchTool)
+
+
 class ChosenTool(Body):
     location = "tool_choice"
 
@@ -138,7 +170,7 @@ class InputTokensRequest(Body):
     input: str | Items[InputItem]
     instructions: str | None = None
     text: TextField | None = None
-    tools: Items[ResponsesTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Items[AnyTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     truncation: Literal["disabled", "auto"] = "disabled"  # a conversation that is too long is an error either way
@@ -164,15 +196,31 @@ class InputTokensRequest(Body):
             fields["response_format"] = {"type": form.type} | (
                 {"json_schema": schema} if form.type == "json_schema" else {}
             )
-        if self.tools:
-            fields["tools"] = [_tool(tool) for tool in self.tools]
+        tools = [_tool(tool, namespace) for tool, namespace in self._functions()]
+        if tools:
+            fields["tools"] = tools
             fields["parallel_tool_calls"] = self.parallel_tool_calls
         choice = self.tool_choice
-        if self.tools or choice != "auto":
+        if tools or choice != "auto":
             fields["tool_choice"] = (
                 {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
             )
         return fields
+
+    def _functions(self) -> Iterator[tuple[ResponsesTool, str | None]]:
+        """The functions among the tools, with their namespaces."""
+        for tool in self.tools or ():
+            if isinstance(tool, ResponsesTool):
+                yield tool, None
+            elif isinstance(tool, NamespaceTool):
+                yield from ((each, tool.name) for each in tool.tools)
+
+    def call_names(self, name: str) -> dict[str, str]:
+        """The `name`, and the `namespace` if it has one, of a function that the model calls by this name."""
+        for tool, namespace in self._functions():
+            if namespace is not None and name == _full_name(tool.name, namespace):
+                return {"name": tool.name, "namespace": namespace}
+        return {"name": name}
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -184,7 +232,7 @@ class InputTokensRequest(Body):
             elif isinstance(item, FunctionOutputItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
             elif isinstance(item, FunctionCallItem):
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": _full_name(item.name, item.namespace), "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 if messages and messages[-1]["role"] == "assistant":  # text and calls of a turn are one message
                     messages[-1].setdefault("tool_calls", []).append(call)
@@ -255,6 +303,7 @@ class OutputFunctionCall(ResponseModel):
     status: str
     call_id: str
     name: str
+    namespace: Omittable[str] = None
     arguments: str
 
 
@@ -315,8 +364,12 @@ class InputTokens(ResponseModel):
     input_tokens: int
 
 
-def _tool(tool: ResponsesTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "strict": tool.strict}
+def _full_name(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _tool(tool: ResponsesTool, namespace: str | None) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": _full_name(tool.name, namespace), "strict": tool.strict}
     if tool.parameters is not None:
         function["parameters"] = tool.parameters
     if tool.description is not None:

@@ -42,7 +42,8 @@ def response_body(
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [
-                _item(task, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
+                _item(task, body, block, "incomplete" if is_cut and block is blocks[-1] else "completed")
+                for block in blocks
             ],
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
@@ -77,10 +78,12 @@ async def response_events(
             else:
                 if change.what == "open":
                     blocks.append(change.block)
-                yield prefix + b"".join(_block_events(task, change, numbers))
+                yield prefix + b"".join(_block_events(task, body, change, numbers))
 
 
-def _block_events(task: GenerationTask, change: BlockEvent, numbers: Iterator[int]) -> Iterator[bytes]:
+def _block_events(
+    task: GenerationTask, body: ResponsesRequest, change: BlockEvent, numbers: Iterator[int]
+) -> Iterator[bytes]:
     block = change.block
     output: dict[str, Any] = {"output_index": block.index}
     content = output | {"item_id": _id(task, block)} | ({"content_index": 0} if block.kind == "text" else {})
@@ -88,7 +91,7 @@ def _block_events(task: GenerationTask, change: BlockEvent, numbers: Iterator[in
     what = "output_text" if block.kind == "text" else "function_call_arguments"
     if change.what == "open":
         empty = Block(block.index, block.kind, block.id, block.name)
-        item = _item(task, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
+        item = _item(task, body, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
         yield _event(numbers, "response.output_item.added", **output, item=item)
         if block.kind == "text":
             yield _event(numbers, "response.content_part.added", **content, part=_part(""))
@@ -99,20 +102,20 @@ def _block_events(task: GenerationTask, change: BlockEvent, numbers: Iterator[in
             yield _event(numbers, "response.output_text.done", **content, text=block.text, **logprobs)
             yield _event(numbers, "response.content_part.done", **content, part=_part(block.text))
         else:
-            done = {"arguments": block.text, "name": block.name}
+            done = {"arguments": block.text, "name": body.call_names(block.name)["name"]}
             yield _event(numbers, "response.function_call_arguments.done", **content, **done)
-        yield _event(numbers, "response.output_item.done", **output, item=_item(task, block, "completed"))
+        yield _event(numbers, "response.output_item.done", **output, item=_item(task, body, block, "completed"))
 
 
 def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"sequence_number": next(numbers), **fields})
 
 
-def _item(task: GenerationTask, block: Block, status: str) -> dict[str, Any]:
+def _item(task: GenerationTask, body: ResponsesRequest, block: Block, status: str) -> dict[str, Any]:
     if block.kind == "text":
         kind = {"type": "message", "role": "assistant", "content": [_part(block.text)]}
     else:
-        kind = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+        kind = {"type": "function_call", "call_id": block.id, "arguments": block.text, **body.call_names(block.name)}
     return {"id": _id(task, block), "status": status} | kind
 
 

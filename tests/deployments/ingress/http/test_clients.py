@@ -83,6 +83,27 @@ REQUESTS: list[tuple[str, str, dict[str, Any], str]] = [
         "text.verbosity",
     ),
     (
+        "Codex 0.171 for a model that it does not know", "/v1/responses",
+        {
+            "stream": False, "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"},
+            "store": False, "include": ["reasoning.encrypted_content"], "max_output_tokens": 8,
+            "tools": [
+                {"type": "function", "name": "exec_command", "description": "Runs.", "strict": False,
+                 "parameters": LOOK},
+                {"type": "namespace", "name": "multi_agent_v1", "description": "Tools for sub-agents.", "tools": [
+                    {"type": "function", "name": "close_agent", "strict": False, "parameters": LOOK}]},
+                {"type": "web_search", "external_web_access": False},
+            ],
+            "input": [
+                {"type": "message", "id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": "go"}]},
+                {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "close_agent",
+                 "namespace": "multi_agent_v1", "arguments": "{\"path\": \"a\"}"},
+                {"type": "function_call_output", "call_id": "call_1", "output": "closed"},
+            ],
+        },
+        "input.id, reasoning, tools.web_search",
+    ),
+    (
         "Cline", "/v1/chat/completions",
         {
             "messages": [
@@ -182,6 +203,32 @@ async def test_a_clients_request_is_answered(
     answer = await writer.post(route, json={"model": "base"} | body)
     assert answer.status_code == 200, answer.text
     assert answer.headers.get(IGNORED_HEADER) == ignored
+
+
+async def test_a_call_of_a_namespace_s_function_has_its_name(writer: httpx.AsyncClient) -> None:
+    """As OpenAI's API returns it, whole and streamed, and it can be sent back."""
+    inner = {"type": "function", "name": "look", "parameters": LOOK}
+    body: dict[str, Any] = {
+        "model": "base", "input": "hello", "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0,
+        "tools": [{"type": "namespace", "name": "crm", "description": "Customers.", "tools": [inner]}],
+    }  # fmt: skip
+    answer = await writer.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    (item,) = answer.json()["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "crm", "look")
+    stream = await writer.post("/v1/responses", json=body | {"stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.text.split("\n") if line.startswith("data: ")]
+    items = [event["item"] for event in events if "item" in event]
+    assert {(each["namespace"], each["name"]) for each in items} == {("crm", "look")}
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "look"
+    history = [{"role": "user", "content": "hello"}, item,
+               {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}]  # fmt: skip
+    again = await writer.post("/v1/responses", json=body | {"input": history})
+    assert again.status_code == 200, again.text
+    forced = {"tools": [{"type": "web_search"}]}
+    answer = await writer.post("/v1/responses", json=body | forced)
+    assert answer.status_code == 400, "a search cannot be required"
 
 
 async def test_streams_and_errors_name_ignored_fields_too(writer: httpx.AsyncClient) -> None:
