@@ -91,6 +91,7 @@ def test_the_official_client_gets_what_it_asks_for(client: openai.OpenAI) -> Non
     stream = client.chat.completions.create(model="a", messages=MESSAGES, max_tokens=12, temperature=0, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == answers["a"]
     options: dict[str, Any] = {"max_tokens": 5, "n": 2, "logprobs": True, "top_logprobs": 2, "seed": 3}
+    options["extra_body"] = {"ignore_eos": True}
     choices = client.chat.completions.create(model="b", messages=MESSAGES, **options).choices
     assert len(choices) == 2
     for choice in choices:
