@@ -307,7 +307,8 @@ async def test_a_tenant_renders_one_adapters_template_at_a_time_and_others_do_no
 
     preprocessor = service.preprocessor
     monkeypatch.setattr(preprocessor.tokenizer, "encode_chat", encode)
-    monkeypatch.setattr(preprocessor.directory, "text", lambda _: "a text of its own")
+    text = AdapterTokenizer("a template of its own", {}, {}).to_json()
+    monkeypatch.setattr(preprocessor.directory, "text", lambda _: text)
     body = ChatCompletionRequest.model_validate(CHAT)
     mallory, alice = (handle_principal()._replace(tenant_id=name) for name in ("mallory", "alice"))
     flood = [asyncio.ensure_future(preprocessor.chat_ids(body, None, mallory)) for _ in range(32)]
