@@ -31,6 +31,7 @@ from app.deployments.ingress.schemas.openai import (
 )
 from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.openai import ChatSerializer
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.dispatch.test_dispatcher import until
 

@@ -521,8 +521,7 @@ REFUSED = {
     "ToolUseBlock": "toolset_name",
     "ToolResultBlock": "toolset_name",
     "ResponsesRequest": "conversation moderation prompt",
-    "FunctionCallItem": "namespace",
-    "FunctionOutputItem": "name namespace",
+    "FunctionOutputItem": "name",
 }
 
 
