@@ -50,6 +50,7 @@ async def test_every_route_is_counted_before_its_body_is_read(org: Org) -> None:
     await limit(org, calls=0, requests=0)
     app = make_app(org.service, HttpPolicy())
     open_paths = {"/health", "/readyz", "/livez"}
+    sign_out = ("/v1/session", "DELETE")  # reads no body and only removes a cookie, for anyone
 
     async def unread() -> AsyncIterator[bytes]:
         raise AssertionError("the body was read")
@@ -57,6 +58,7 @@ async def test_every_route_is_counted_before_its_body_is_read(org: Org) -> None:
 
     routes = [(path, method) for path, methods in _routes(app) for method in methods if path not in open_paths]
     assert len(routes) > 50
+    routes.remove(sign_out)
     for path, method in routes:
         body = {"content": unread()} if method in ("POST", "PUT", "PATCH") else {}
         answer = await org.ask("ada", method, path.replace("{", "").replace("}", ""), **body)
