@@ -27,7 +27,7 @@ class FakeEncoder(FakeBackend):
     """Its embedding of a text is made of the text's length, first token and adapter slot's rows."""
 
     def __init__(self, rows: int = 64) -> None:
-        spec = replace(fake_spec(max_positions=MOST), encoder=EncoderSpec(MOST, 0, 2))
+        spec = replace(fake_spec(max_positions=MOST), encoder=EncoderSpec(MOST, 0, 2), pooling="mean")
         super().__init__(BackendLimits(0, 16, rows, 8, 4, can_embed=True), spec)
         self.sizes: list[int] = []
 
