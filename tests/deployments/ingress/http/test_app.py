@@ -46,7 +46,7 @@ async def error_of(http: httpx.AsyncClient, route: str, body: Any) -> tuple[int,
 
 
 def events(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

@@ -26,7 +26,7 @@ def true_tokens(service: Service, index: int = -1) -> list[int]:
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
