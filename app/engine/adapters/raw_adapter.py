@@ -11,6 +11,7 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,23 @@ class RawTensor:
             return self.to_float32()
         values: Matrix = np.frombuffer(self.data, dtype="<u2").view(BFLOAT16)
         return (values if values.flags.aligned else values.copy()).reshape(self.shape)
+
+
+def bits_of(tensor: RawTensor) -> NDArray[Any]:
+    """The values as unsigned integers of their size, for moving without arithmetic. Not for quantised tensors."""
+    return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
+
+
+def tensor_of(dtype: str, bits: NDArray[Any]) -> RawTensor:
+    """The opposite of `bits_of`."""
+    whole = np.ascontiguousarray(bits)
+    return RawTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
+
+
+def transpose(tensor: RawTensor) -> RawTensor:
+    """[m, n] as [n, m], bit by bit; a tensor of another shape, which readers refuse, as it is. Not for quantised
+    tensors."""
+    return tensor_of(tensor.dtype, bits_of(tensor).T) if len(tensor.shape) == 2 else tensor
 
 
 def raw_size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

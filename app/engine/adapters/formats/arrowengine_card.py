@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from app.engine.adapters.formats.arrow_rows import LORA, CardRow, card_rows
 from app.engine.adapters.formats.tensor_names import PREFIX
-from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawAdapter, RawTensor, raw_size_bytes
+from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawAdapter, RawTensor, raw_size_bytes, transpose
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError
 
@@ -91,7 +91,7 @@ def read_arrowengine_batch(
         if (a.shape[0], b.shape[1]) != (rank, rank):
             if (a.shape[1], b.shape[0]) != (rank, rank):
                 raise AdapterFormatError(f"{where}: shapes {list(a.shape)} and {list(b.shape)} have no rank {rank}")
-            a, b = _transpose(a), _transpose(b)
+            a, b = transpose(a), transpose(b)
         rows.append(CardRow(module.removeprefix(PREFIX), LORA, a, b, alpha))
     free = {key: text for key, text in metadata.items() if key not in RESERVED_KEYS}
     return ArrowEngineCard(metadata["lora_name"], sorted(rows, key=lambda row: row.path), free)
@@ -160,8 +160,3 @@ def _tensor(dtype: str, shape: list[Any], weight: memoryview, where: str) -> Raw
     if len(weight) != raw_size_bytes(_DTYPES[dtype], (shape[0], shape[1])):
         raise AdapterFormatError(f"{where}: {len(weight)} bytes do not hold {dtype} {shape}")
     return RawTensor(_DTYPES[dtype], (shape[0], shape[1]), weight)
-
-
-def _transpose(tensor: RawTensor) -> RawTensor:
-    values = np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
-    return RawTensor(tensor.dtype, (tensor.shape[1], tensor.shape[0]), memoryview(values.T.tobytes()))

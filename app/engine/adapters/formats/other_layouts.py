@@ -22,15 +22,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.safetensors_file import read_safetensors, safetensors_metadata
 from app.engine.adapters.formats.tensor_names import plain_names
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
-from app.engine.adapters.raw_adapter import DTYPE_BYTES, EMBEDDING_PATH, RawAdapter, RawModule, RawTensor
+from app.engine.adapters.raw_adapter import (
+    EMBEDDING_PATH,
+    RawAdapter,
+    RawModule,
+    RawTensor,
+    bits_of,
+    tensor_of,
+    transpose,
+)
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError
 from app.engine.models.spec import ModelSpec
@@ -231,7 +236,7 @@ def _mlx_modules(
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         raise AdapterFormatError(f"{short(path)}: {list(a.shape)} and {list(b.shape)} are not [in, r] and [r, out]")
     rank = a.shape[1]
-    module = RawModule(path, _transpose(a), _transpose(b), scale(rank) * rank, use_rslora=False, magnitude=magnitude)
+    module = RawModule(path, transpose(a), transpose(b), scale(rank) * rank, use_rslora=False, magnitude=magnitude)
     if path != EMBEDDING_PATH:
         return [module]
     if spec is None:
@@ -268,11 +273,11 @@ def _in_our_rows(path: str, parts: Mapping[str, RawTensor], spec: ModelSpec | No
 
 def _halves_apart(tensor: RawTensor, head_dim: int, path: str) -> RawTensor:
     """Rows [heads * head_dim, …]: each head's even ones first, then its odd ones."""
-    values = _bits(tensor)
+    values = bits_of(tensor)
     if len(values) % head_dim:
         raise AdapterFormatError(f"{short(path)}: {len(values)} outputs are no whole heads of {head_dim}")
     by_pair = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
-    return _tensor(tensor.dtype, by_pair.swapaxes(1, 2).reshape(values.shape))
+    return tensor_of(tensor.dtype, by_pair.swapaxes(1, 2).reshape(values.shape))
 
 
 def _diffusers_alpha(weights: Path, component: str, limits: ReadLimits) -> tuple[Callable[[int], float], bool]:
@@ -289,19 +294,5 @@ def _diffusers_alpha(weights: Path, component: str, limits: ReadLimits) -> tuple
     return (float if alpha is None else lambda rank: float(alpha)), use_rslora  # noqa: ARG005
 
 
-def _bits(tensor: RawTensor) -> NDArray[Any]:
-    """The tensor's values as whole numbers of their width, so that moving them changes no bit."""
-    return np.frombuffer(tensor.data, dtype=f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
-
-
-def _tensor(dtype: str, bits: NDArray[Any]) -> RawTensor:
-    values = np.ascontiguousarray(bits)
-    return RawTensor(dtype, values.shape, memoryview(values.tobytes()))
-
-
-def _transpose(tensor: RawTensor) -> RawTensor:
-    return _tensor(tensor.dtype, _bits(tensor).T)
-
-
 def _part(tensor: RawTensor, index: int) -> RawTensor:
-    return _tensor(tensor.dtype, _bits(tensor)[index])
+    return tensor_of(tensor.dtype, bits_of(tensor)[index])

@@ -23,7 +23,14 @@ import numpy as np
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.formats.target_modules import first_matching, matches_entry
-from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
+from app.engine.adapters.raw_adapter import (
+    QUANTIZED_BITS,
+    RawAdapter,
+    RawModule,
+    RawTensor,
+    bits_of,
+    tensor_of,
+)
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.spec import ModelSpec
@@ -167,17 +174,6 @@ def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[R
         a, b = by_rank[expert], by_place[:, :, expert]
         first, second = (a, b) if is_new else (b.T, a.T)
         yield tensor_of(pair.a.dtype, first), tensor_of(pair.b.dtype, second)
-
-
-def bits_of(tensor: RawTensor) -> np.ndarray:
-    """The values as unsigned integers of their size, for moving without arithmetic."""
-    return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
-
-
-def tensor_of(dtype: str, bits: np.ndarray) -> RawTensor:
-    """The opposite of `bits_of`."""
-    whole = np.ascontiguousarray(bits)
-    return RawTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
 
 
 def _is_new(version: str) -> bool | None:

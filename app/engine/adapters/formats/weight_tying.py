@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from app.engine.adapters.formats.patterns import full_matches
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
-from app.engine.adapters.raw_adapter import DTYPE_BYTES, EMBEDDING_PATH, RawTensor
+from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawTensor, transpose
 from app.engine.errors import AdapterFormatError
 
 #: Last parts of the names that PEFT takes for an embedding (`EMBEDDING_LAYER_NAMES`).
@@ -53,12 +51,12 @@ def tie_ends(config: PeftConfig, found: PeftTensors, *, is_tied: bool | None) ->
         return config
     embedding, head = pairs
     if embedding and head:
-        if not _are_alike(_transpose(embedding["lora_A"]), head["lora_B"]) or not _are_alike(
-            _transpose(embedding["lora_B"]), head["lora_A"]
+        if not _are_alike(transpose(embedding["lora_A"]), head["lora_B"]) or not _are_alike(
+            transpose(embedding["lora_B"]), head["lora_A"]
         ):
             raise _differ("LoRA")
     elif one := embedding or head:
-        other = {"lora_A": _transpose(one["lora_B"]), "lora_B": _transpose(one["lora_A"])}
+        other = {"lora_A": transpose(one["lora_B"]), "lora_B": transpose(one["lora_A"])}
         found.modules[EMBEDDING_PATH if head else "lm_head"] = other
     return replace(config, tied_modules=_ENDS)
 
@@ -68,13 +66,6 @@ def _targets_an_end(config: PeftConfig) -> bool:
     if isinstance(targets, str):
         return targets.lower() != "all-linear" and any(full_matches(targets, _EMBEDDINGS, "target_modules"))
     return any(name.rpartition(".")[2] in _EMBEDDINGS for name in targets)
-
-
-def _transpose(tensor: RawTensor) -> RawTensor:
-    if len(tensor.shape) != 2:
-        return tensor  # an error of the shape follows
-    values = np.frombuffer(tensor.data, np.dtype((np.void, DTYPE_BYTES[tensor.dtype]))).reshape(tensor.shape)
-    return RawTensor(tensor.dtype, (tensor.shape[1], tensor.shape[0]), memoryview(values.T.tobytes()))
 
 
 def _are_alike(one: RawTensor, other: RawTensor) -> bool:
