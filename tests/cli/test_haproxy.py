@@ -503,6 +503,7 @@ def test_statistics_listen_nowhere_unless_asked_for_and_then_on_loopback(write: 
         ("POST", "/v1/loras", False),
         ("POST", "/v1/organization/projects", False),
         ("DELETE", "/v1/loras/sql", False),
+        ("DELETE", "/v1/loras/org/generate", False),
     ],
 )
 async def test_a_request_that_an_ingress_lost_goes_to_another_one_unless_it_would_be_done_twice(
@@ -542,7 +543,7 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     put_in += (
         "acl an_ingress|acl is_passed_on|http-request set-header Via|stats socket|timeout (client|http-request) |"
         "stick-table|tcp-request connection|option http-[bi]|errorfile \\d+ /dev/null|"
-        "acl is_repeatable|http-request disable-l7-retry"
+        "acl is_reading|acl is_inference|http-request disable-l7-retry"
     )
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added
