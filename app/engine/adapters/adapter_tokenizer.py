@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from app.engine.adapters.limits import ReadLimits, open_plain_file, read_bounded
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge, CheckpointError
 
-#: Files of the tokenizer and of generation that trainers save beside an adapter; other files in the folder are ignored.
 GENERATION_CONFIG = "generation_config.json"
+#: Files of the tokenizer and of generation that trainers save beside an adapter; other files in the folder are ignored.
 SMALL_TEXT_FILES = (
     "chat_template.jinja",
     "tokenizer_config.json",
@@ -90,6 +91,11 @@ class AdapterTokenizer(NamedTuple):
         ):
             raise AdapterFormatError(f"the adapter's text is {short(text)}; write it with `polylora convert`")
         return cls(template, special, added, _generation(generation))
+
+
+#: `AdapterTokenizer.from_json` for the texts of registered adapters, which every request of theirs needs; the last ones
+#: are kept.
+parsed_text = lru_cache(256)(AdapterTokenizer.from_json)
 
 
 def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from app.deployments.ingress.schemas.openai import SamplingFields
-from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.adapter_tokenizer import parsed_text
 
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
 
@@ -29,10 +29,6 @@ class AdapterDefaults(NamedTuple):
         """The fields of a request, with these values where the client has sent none."""
         missing = {name: value for name, value in self.sampling.items() if name not in fields.model_fields_set}
         return fields.model_copy(update=missing) if missing else fields
-
-
-#: Adapters' texts as objects; the newest are kept.
-parsed_text = lru_cache(256)(AdapterTokenizer.from_json)
 
 
 @lru_cache(256)

@@ -17,7 +17,6 @@ from app.config import LimitsConfig
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
-from app.deployments.ingress.preprocess.adapter_defaults import parsed_text
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
 from app.deployments.ingress.preprocess.adapter_resolution import AdapterResolver
 from app.deployments.ingress.preprocess.sequence_builder import (
@@ -56,6 +55,7 @@ from app.deployments.ingress.serializers.openai import in_token_ids
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation
+from app.engine.adapters.adapter_tokenizer import parsed_text
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.scheduling.fair_limiter import FairSemaphore

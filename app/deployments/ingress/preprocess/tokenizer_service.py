@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from app.config import AppConfig
-from app.deployments.ingress.preprocess.adapter_defaults import parsed_text
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.serializers.detokenizer import Decoder
 from app.engine.adapters.adapter_chat import encode_chat, tool_template
+from app.engine.adapters.adapter_tokenizer import parsed_text
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, fixed_texts, tool_format

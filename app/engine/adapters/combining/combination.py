@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.adapter_tokenizer import parsed_text
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import CombinationError, InvalidRequest
 
@@ -142,13 +142,13 @@ def common_text(names: Sequence[str], texts: Sequence[str]) -> str:
     """The text settings (`AdapterCard.text`) of all these adapters, without generation defaults, which belong to each
     alone. Raises CombinationError if they differ.
     """
-    common = {AdapterTokenizer.from_json(text).without_sampling().to_json() for text in texts}
-    if len(common) > 1:
+    first, *others = (parsed_text(text).without_sampling() for text in texts)
+    if any(other != first for other in others):
         raise CombinationError(
             f"adapters {', '.join(names)} write prompts or end answers differently: their chat templates, special "
             "tokens or end-of-sequence tokens are not the same; combine adapters with the same"
         )
-    return common.pop()
+    return first.to_json()
 
 
 def is_combination(source: str) -> bool:
