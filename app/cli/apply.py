@@ -317,13 +317,13 @@ def _is_same(
     combine = present.get("combine")
     if not combine or {name: value for name, value in combine.items() if name != "adapters"} != desired.method_fields:
         return False
-    weights = {split_version(part["name"])[0]: part["weight"] for part in combine["adapters"]}
+    parts = [(*split_version(part["name"]), part["weight"]) for part in combine["adapters"]]
+    weights = {name: weight for name, _, weight in parts}
     if weights != {split_version(part.name)[0]: part.weight for part in desired.adapters}:
         return False
-    names = [split_version(part["name"]) for part in combine["adapters"]]
     return all(
         name not in adapters or version is None or version.generation == adapters[name]["generation"]
-        for name, version in names
+        for name, version, _ in parts
     )
 
 

@@ -25,30 +25,14 @@ def load_request_of(body: RegisterAdapterBody, caller: Principal, service: Ingre
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.name is None:
         raise InvalidRequest("name is missing; give the adapter a name", param="name")
+    settings = (body.pinned, body.traffic_weight, body.description, defaults_json(body.defaults))
     if body.combine is None and body.path is not None:
-        return load_request(
-            caller,
-            body.name,
-            body.path,
-            body.pinned,
-            body.traffic_weight,
-            body.description,
-            defaults_json(body.defaults),
-            adapters=service.adapters_config,
-        )
+        return load_request(caller, body.name, body.path, *settings, adapters=service.adapters_config)
     if body.combine is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or combine, its parts", param="path")
     method = body.combine.combination_method
     combination = service.preprocessor.resolver.combine(body.combine.adapters, caller, method=method)
-    return compose_request(
-        caller,
-        body.name,
-        combination,
-        body.pinned,
-        body.traffic_weight,
-        body.description,
-        defaults_json(body.defaults),
-    )
+    return compose_request(caller, body.name, combination, *settings)
 
 
 def defaults_json(defaults: GenerationDefaults | None) -> str | None:

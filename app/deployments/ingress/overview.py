@@ -216,11 +216,9 @@ class SharedReads:
         found = self._found.get(key)
         if found is None or now_s - found[0] > STATS_AGE_S or (found[1].done() and found[1].exception()):
             self._found = {each: old for each, old in self._found.items() if now_s - old[0] <= STATS_AGE_S}
-            found = self._found[key] = (now_s, self._start(read()))
+            task = asyncio.get_running_loop().create_task(read(), context=contextvars.Context())  # of no request
+            found = self._found[key] = (now_s, task)
         return await asyncio.shield(found[1])
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        return asyncio.get_running_loop().create_task(work, context=contextvars.Context())  # of no request
 
 
 def _settings(settings: BaseModel, prefix: str) -> Iterator[dict[str, Any]]:
