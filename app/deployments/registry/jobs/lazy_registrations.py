@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -39,12 +40,8 @@ from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.adapters.combining.combination import display_source
-from app.engine.errors import (
-    CombinationError,
-    InvalidRequest,
-    PolyloraError,
-    ServerOverloaded,
-)
+from app.engine.errors import CombinationError, InvalidRequest, PolyloraError, ServerOverloaded
+from app.engine.scheduling.fair_limiter import FairSemaphore
 from app.logging import LogEvent
 
 logger = logging.getLogger(__name__)
@@ -59,12 +56,14 @@ class LazyRegistrations:
         self._failures = failures
         self._tasks = Tasks()
         self._pending: SingleFlight[Key, tuple[RegistryJob, CatalogEntry]] = SingleFlight(self._tasks)
+        self._turns = FairSemaphore("registering names", 1)
+        self._next_write_s = 0.0  # by the monotonic clock
 
     async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> RegistrationCounts:
         """Register all names or none; every ingress has them when this returns.
 
         A name that is loaded from the same source stays loaded. Raises InvalidRequest for a name that is invalid, an
-        alias, repeated or loaded from another source, UnsafeSource, AdapterQuotaError.
+        alias, repeated or loaded from another source, UnsafeSource, AdapterQuotaError, QueueFull.
         """
         check_registrations(registrations)
         for item in registrations:
@@ -80,7 +79,14 @@ class LazyRegistrations:
                 check_quota(connection, tenant_id)
             return counts[-1] if counts[-1].num_changed else None
 
-        await self._registry_service.change_feed.change(write)
+        # Thousands of names hold the database's one write lock for a second: then others have it for as long.
+        async with self._turns.hold(tenant_id):
+            await asyncio.sleep(self._next_write_s - time.monotonic())
+            began_s = time.monotonic()
+            try:
+                await self._registry_service.change_feed.change(write)
+            finally:
+                self._next_write_s = 2 * time.monotonic() - began_s
         for item in registrations:
             self._failures.clear(failure_key((tenant_id, item.name)))
         logger.info(LogEvent("adapters registered lazily", number=counts[-1].num_changed, tenant=tenant_id, by=who))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -184,3 +186,30 @@ def test_an_unread_adapter_has_no_share_of_the_traffic(known: Known) -> None:
     entry = known.view.adapter("sql", "default")
     assert entry is not None
     assert TrafficShares([entry]).value == {}
+
+
+async def test_one_project_s_registrations_leave_the_write_lock_to_others(
+    known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = known.registry_service.change_feed
+    change, times = feed.change, []
+
+    async def slow_change(call: Callable[[], object]) -> object:
+        began_s = time.monotonic()
+        await asyncio.sleep(0.05)
+        try:
+            return await change(call)
+        finally:
+            times.append((began_s, time.monotonic()))
+
+    monkeypatch.setattr(feed, "change", slow_change)
+    order: list[str] = []
+
+    async def register(tenant_id: str, name: str) -> None:
+        await known.unread.register([Registration(name, f"hub/{name}")], tenant_id=tenant_id, who="someone")
+        order.append(tenant_id)
+
+    await asyncio.gather(*(register("ada", f"a{number}") for number in range(3)), register("bob", "b"))
+    assert order.index("bob") < 3, "before the last of another project that has several"
+    for (began_s, ended_s), (next_s, _) in itertools.pairwise(times):
+        assert next_s >= ended_s + (ended_s - began_s), "others can write for as long as this call has"
