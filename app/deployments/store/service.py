@@ -130,7 +130,7 @@ class StoreService(Generic[H]):
 
     @remote_method
     async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> RegistrationCounts:
-        """Register names lazily: all, or none. Raises InvalidRequest, UnsafeSource."""
+        """Register names lazily: all, or none. Raises InvalidRequest, UnsafeSource, QueueFull."""
         self._on_call()
         return await self._parts.lazy_registrations.register(registrations, tenant_id=tenant_id, who=who)
 
