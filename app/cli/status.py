@@ -41,7 +41,7 @@ def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
         f"polylora {status['version']}, {status['model']}, {status['num_adapters']} adapters",
         "",
         *table(
-            ("engine replica", "running", "waiting", "KV blocks", "rank rows free", "adapters", "memory"),
+            ("engine replica", "engine", "running", "waiting", "KV blocks", "rank rows free", "adapters", "memory"),
             [_replica_row(replica) for replica in status["replicas"]],
         ),
         "",
@@ -107,6 +107,7 @@ def _replica_row(replica: Mapping[str, Any]) -> Sequence[str]:
     num_held = replica["num_blocks"] - replica["num_blocks_free"]
     return (
         str(replica["replica_id"]),
+        str(replica.get("engine", "")),
         str(replica["num_running"]),
         str(replica["num_waiting"]),
         f"{num_held} of {replica['num_blocks']}",

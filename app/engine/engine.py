@@ -143,7 +143,7 @@ class Engine:
         """`grammars` loads the vocabulary for structured output; without it such requests are refused. `merged`: the
         adapter that is part of the backend's weights and the only one served; its requests are computed like the base
         model's."""
-        self._backend = backend
+        self._backend, self._device_name = backend, config.device.name
         self.spec = backend.spec
         limits = backend.limits
         _check_speculation(config, backend)
@@ -301,7 +301,7 @@ class Engine:
         return self._meter.stats(
             self._blocks, self._adapters, self._split, num_live=len(self._live_ids),
             num_running=self._scheduler.num_running, merged=self.merged, service_gap=self._scheduler.queue.gap(),
-            compile_s=self._backend.compile_s,
+            compile_s=self._backend.compile_s, engine=self._device_name,
         )  # fmt: skip
 
     # Everything below runs on the engine's thread.

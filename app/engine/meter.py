@@ -104,6 +104,7 @@ class EngineMeter:
         merged: AdapterCard | None,
         service_gap: float,
         compile_s: float,
+        engine: str,
     ) -> EngineStats:
         """A snapshot of an engine with these pools. A `merged` adapter is always resident, without rows."""
         residents = adapters.residents()
@@ -123,7 +124,7 @@ class EngineMeter:
             rank_row_ms=self.rank_row_ms, kv_block_ms=self.kv_block_ms, service_gap=service_gap,
             num_kv_tokens=blocks.num_blocks * blocks.block_size, num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens, base_s=split.base_s, lora_s=split.lora_s, compile_s=compile_s,
-            cached_prefixes=blocks.cached_prefixes,
+            cached_prefixes=blocks.cached_prefixes, engine=engine,
         )  # fmt: skip
 
     def tenants(self) -> dict[str, TenantStats]:

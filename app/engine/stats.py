@@ -54,7 +54,8 @@ class EngineStats:
     `num_rank_rows` is 0 for an engine that holds adapters in another form. `num_kv_tokens`: the capacity of all KV
     blocks, which no request may exceed; 0 for a model without KV memory. Steps took `base_s + lora_s` without their
     writes: the parts of the base model and of adapters (`StepProfile`). `compile_s`: see `Backend.compile_s`.
-    `cached_prefixes`: keys of cached prefixes (`prefix_key`), the last used at the end.
+    `cached_prefixes`: keys of cached prefixes (`prefix_key`), the last used at the end. `engine`: what computes: the
+    device section's name, or another program's name and version.
     """
 
     num_waiting: int
@@ -90,3 +91,4 @@ class EngineStats:
     lora_s: float = 0.0
     compile_s: float = 0.0
     cached_prefixes: tuple[bytes, ...] = ()
+    engine: str = ""

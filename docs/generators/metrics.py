@@ -17,6 +17,7 @@ _LABELS = {
     "application": "Ray Serve's name of the application",
     "deployment": "Ray Serve's name of the deployment",
     "digest": "the first 12 characters of an adapter's digest",
+    "engine": "`cpu`, `cuda` or `xla`, or another program's name and version, such as `vllm 0.32.0`",
     "enforced": "`yes`, or `no` where a project's limits are only counted",
     "kind": "requests: `base` or `adapter`; tokens per second: `prompt`, `cached` or `completion`",
     "outcome": "requests: `ok` or `error`; draft tokens: `accepted` or `rejected`",

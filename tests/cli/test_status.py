@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
     "replicas": [
         {
             "replica_id": "abc",
+            "engine": "vllm 0.32.0",
             "num_running": 2,
             "num_waiting": 1,
             "num_blocks": 100,
@@ -58,7 +59,7 @@ class State(Enum):
 def test_a_status_has_a_line_a_replica_a_tier_and_a_failure() -> None:
     lines = [" ".join(line.split()) for line in status_lines(STATUS, "http://x")]
     assert lines[0] == "http://x: ready"
-    assert "abc 2 1 10 of 100 500 3 3 MiB" in lines
+    assert "abc vllm 0.32.0 2 1 10 of 100 500 3 3 MiB" in lines
     assert "host 3 1.0 7 0 0" in lines
     assert "disk 0 0.0 0 0 0" in lines
     assert lines[-1] == "1970-01-01T00:00:00Z failed to read sql"

@@ -224,6 +224,7 @@ class EngineService:
         """Counts of the engine, for tests and operators."""
         stats = self.engine.stats()
         return {
+            "engine": stats.engine,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting + self.num_waiting_for_adapters,
             "num_blocks": stats.num_blocks,

@@ -22,6 +22,7 @@ class EngineMetrics:
     def __init__(self, start_s: Mapping[str, float] | None = None) -> None:
         """`start_s`: seconds of the replica's start, by part."""
         tags = ("state",)
+        self._engine = Gauge("polylora_engine_info", "Always 1; `engine` is what computes.", tag_keys=("engine",))
         self._start = Gauge("polylora_startup_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
         self._start_s = start_s or {}
         self._compile = Gauge("polylora_compile_seconds", "Seconds of compiling kernels, programs or graphs.")
@@ -62,6 +63,7 @@ class EngineMetrics:
         ):
             for state, value in values.items():
                 gauge.set(value, tags={"state": state})
+        self._engine.set(1, tags={"engine": stats.engine})
         self._gap.set(stats.service_gap, tags={})
         for part, seconds in self._start_s.items():
             self._start.set(seconds, tags={"part": part})

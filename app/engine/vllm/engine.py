@@ -264,9 +264,15 @@ class VllmEngine(Engine):
         return [sequence.request_id for sequence in self._vllm.sent.copy().values()]
 
     def stats(self) -> EngineStats:
-        found = super().stats()
-        num_free = round((1 - self._vllm.usage.kv_usage) * found.num_blocks)
-        return replace(found, num_blocks_free=num_free)
+        found, usage = super().stats(), self._vllm.usage
+        num_waiting = min(usage.num_waiting, found.num_running)  # in vLLM's own queue: it lacks KV memory
+        return replace(
+            found,
+            num_blocks_free=round((1 - usage.kv_usage) * found.num_blocks),
+            num_running=found.num_running - num_waiting,
+            num_waiting=found.num_waiting + num_waiting,
+            engine=self.process.engine_name,
+        )
 
     def step(self) -> list[TokenChunk]:
         """Send what may enter vLLM, and return the chunks of what has arrived."""

@@ -30,6 +30,7 @@ class WorkerUsage(NamedTuple):
 
     kv_usage: float = 0.0
     num_preemptions: int = 0
+    num_waiting: int = 0
 
 
 class VllmScheduler(Scheduler):
@@ -74,7 +75,7 @@ class VllmScheduler(Scheduler):
         chunks: list[TokenChunk] = []
         num_ended = self._meter.num_finished + self._meter.num_aborted
         for frame in self.take_outputs():
-            self.usage = WorkerUsage(frame["kv_usage"], frame["num_preemptions"])
+            self.usage = WorkerUsage(frame["kv_usage"], frame["num_preemptions"], frame["num_waiting"])
             self._meter.num_preemptions = self.usage.num_preemptions
             self._meter.num_steps += 1
             for line in frame["outputs"]:

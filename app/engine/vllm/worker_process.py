@@ -63,6 +63,8 @@ class WorkerProcess:
         self._on_frame, self._on_end = on_frame, on_end
         self._ready: Future[Frame] = Future()
         self._failed: Frame | None = None
+        #: What it runs: name and version.
+        self.engine_name = ""
         self._lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._is_closing = False
         self._socket, theirs = socket.socketpair()
@@ -172,6 +174,7 @@ class WorkerProcess:
             case "hello":
                 if frame["protocol"] != PROTOCOL:
                     raise ValueError(f"it speaks protocol {frame['protocol']}, this engine {PROTOCOL}")
+                self.engine_name = f"{frame['engine']} {frame['version']}"
             case "ready" if not self._ready.done():
                 self._ready.set_result(frame)
             case "failed":

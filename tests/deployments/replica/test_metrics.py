@@ -63,7 +63,7 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
             self._name = name
 
         def set(self, value: float, tags: Mapping[str, str]) -> None:
-            told[self._name, tags.get("state", tags.get("part", ""))] = value
+            told[self._name, "".join(tags.values())] = value
 
         def inc(self, value: float, tags: Mapping[str, str] | None = None) -> None:
             key = self._name, (tags or {}).get("part", "")
@@ -92,6 +92,7 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert told["polylora_preemptions", ""] == engine.stats().num_preemptions > 0
     assert (told["polylora_startup_seconds", "load"], told["polylora_startup_seconds", "warm_up"]) == (2.0, 1.5)
     assert told["polylora_compile_seconds", ""] == 12.5
+    assert told["polylora_engine_info", "cpu"] == 1
     stats = engine.stats()
     assert told["polylora_step_seconds", "base"] == pytest.approx(stats.base_s)
     assert told["polylora_step_seconds", "adapter_load"] == pytest.approx(stats.adapter_write_s)

@@ -3,7 +3,7 @@
 A token is mixed from the prompt, the tokens before it, the seed and the contents of the adapter's folder as they were
 when it was loaded, so a wrong id, a stale folder or a lost token gives another answer. It has `max_loras` slots like
 vLLM. Fields of "fake" in the arguments make it misbehave: `step_s`, `start_error`, `crash_on_token`, `refuse_on_token`,
-`garbage_on_token`, `fail_loads`.
+`garbage_on_token`, `fail_loads`. It says that `num_waiting` requests wait.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class FakeWorker:
     def outputs(self, lines: list[Frame]) -> None:
         used = sum(len(request.known) for request in self.running.values())
         usage = min(1.0, used / (NUM_BLOCKS * BLOCK_SIZE))
-        numbers = {"kv_usage": usage, "num_waiting": 0, "num_preemptions": 0}
+        numbers = {"kv_usage": usage, "num_waiting": self.fake.get("num_waiting", 0), "num_preemptions": 0}
         self.send({"type": "outputs", "outputs": lines, **numbers})
 
     def vector(self, request: Request) -> Frame:

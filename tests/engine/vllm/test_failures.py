@@ -237,3 +237,14 @@ def test_folders_of_killed_processes_are_removed(folder: Path) -> None:
     for each in (folders, other):
         each.close()
         assert not each.root.exists()
+
+
+def test_what_waits_in_the_worker_counts_as_waiting(folder: Path) -> None:
+    served = Served("fake", folder, num_waiting=2, step_s=0.05)
+    assert served.engine.stats().num_waiting == 0, "nothing is there"
+    assert served.engine.stats().engine == "fake 1"
+    names = [served.submit(PROMPT, max_tokens=200) for _ in range(3)]
+    served.wait(lambda: all(name in served.chunks for name in names))
+    stats = served.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 2)
+    assert served.engine.stop(60)
