@@ -86,11 +86,8 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
     from app.engine.models.checkpoint import load_checkpoint
 
     checkpoint = load_checkpoint(path, settings.model.name)
-    if checkpoint.quantization and settings.engine.vllm is None:
-        raise ConfigError(
-            f"the weights of {settings.model.name!r} are quantised ({checkpoint.quantization}), which only engine.vllm "
-            f"reads; set engine.vllm or take another checkpoint than {path}"
-        )
+    if checkpoint.needs_vllm and settings.engine.vllm is None:
+        raise ConfigError(f"{checkpoint.needs_vllm}; set engine.vllm or take another checkpoint than {path}")
     max_model_len_of(settings.engine, checkpoint.spec)
     return checkpoint.spec
 

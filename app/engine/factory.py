@@ -94,6 +94,8 @@ def check_device_is_here(config: EngineConfig) -> str:
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """The configured backend. CheckpointError or ConfigError if the model or a setting does not fit it or the host."""
     config.check_installed()
+    if checkpoint.needs_vllm:
+        raise CheckpointError(checkpoint.needs_vllm)
     if checkpoint.spec.encoder is not None and not isinstance(config.device, CpuConfig):
         raise ConfigError(
             f"{checkpoint.spec.name!r} is an encoder, which engine.{config.device.name} cannot compute; use engine.cpu"

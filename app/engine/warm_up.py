@@ -78,10 +78,14 @@ def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter |
 
 
 def _null_adapter(spec: ModelSpec) -> LoraAdapter:
-    """An adapter of rank 1 on every module that all tokens use; it changes nothing."""
+    """An adapter of rank 1 on every module that all tokens use; it changes nothing.
+
+    Of a model with `LayerSpec.stored` modules it has the first of each layer: others may have no LoRA.
+    """
     weights = {}
     for layer in range(len(spec.layers)):
-        for module in layer_linear_modules(spec, layer):
+        modules = layer_linear_modules(spec, layer)
+        for module in modules[:1] if spec.layers[layer].stored else modules:
             if not module.has_rank_rows:
                 continue
             for target, d_out in zip(module.targets, module.widths, strict=True):

@@ -21,9 +21,11 @@ from app.engine.models.download.model_download import resolve_model
 from app.engine.models.gguf.gguf_file import read_gguf
 from app.engine.models.gguf.gguf_model import gguf_shapes, gguf_tensors, spec_from_gguf
 from app.engine.models.hf import gemma, gpt_oss
-from app.engine.models.hf.config import spec_from_config
+from app.engine.models.hf.architectures import FAMILIES
+from app.engine.models.hf.config import spec_from_config, unknown_family
 from app.engine.models.hf.encoder_config import encoder_spec, folder_pooling, is_encoder
 from app.engine.models.hf.encoder_weight_names import without_heads
+from app.engine.models.hf.headers import spec_from_headers
 from app.engine.models.hf.safetensors_folder import TensorPlace, read_json, read_tensors, stored_tensors
 from app.engine.models.moe_weight_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.spec import ModelSpec
@@ -37,14 +39,14 @@ QUANTIZATION = "quantization_config"
 class Checkpoint:
     """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`.
 
-    tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32. `quantization`: the
-    method of weights that only vLLM reads; then `tensors` raises CheckpointError.
+    tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32. `needs_vllm`: why
+    only vLLM can read the weights; then `tensors` raises it as a CheckpointError.
     """
 
     spec: ModelSpec
     tokenizer_source: Path
     tensors: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
-    quantization: str = ""
+    needs_vllm: str = ""
 
 
 def open_model(uri: str, name: str) -> Checkpoint:
@@ -80,7 +82,10 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     generation = folder / "generation_config.json"
     quantization = config.get(QUANTIZATION)
     if isinstance(quantization, dict) and config.get("model_type") != gpt_oss.FAMILY:
-        return _describe_quantised(folder, name, config, str(quantization.get("quant_method")))
+        method = quantization.get("quant_method")
+        return _describe(folder, name, config, f"the weights of {name!r} are quantised ({method})")
+    if not is_encoder(config) and str(config.get("model_type")) not in FAMILIES:
+        return _describe(folder, name, config, unknown_family(config))
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
     if is_encoder(config):
         return _load_encoder(folder, name, config, stored)
@@ -101,23 +106,25 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)))
 
 
-def _describe_quantised(folder: Path, name: str, config: dict[str, Any], method: str) -> Checkpoint:
-    """A checkpoint whose weights vLLM reads by itself: adapters need only the shapes of its modules."""
+def _describe(folder: Path, name: str, config: dict[str, Any], reason: str) -> Checkpoint:
+    """A checkpoint whose weights vLLM reads by itself, for a `reason`: adapters need only the shapes of its modules."""
     generation = folder / "generation_config.json"
+    generation_config = read_json(generation) if generation.is_file() else None
     stored = stored_tensors(folder, is_quantised=True)
-    spec = spec_from_config(
-        {key: value for key, value in config.items() if key != QUANTIZATION},
-        name,
-        _folder_digest(folder, stored),
-        read_json(generation) if generation.is_file() else None,
-    )
+    digest = _folder_digest(folder, stored)
+    if str(config.get("model_type")) in FAMILIES:
+        plain = {key: value for key, value in config.items() if key != QUANTIZATION}
+        spec = spec_from_config(plain, name, digest, generation_config)
+        check_quantised(spec, {key: (place.shape, place.dtype) for key, place in stored.items()})
+    else:
+        spec = spec_from_headers(config, name, digest, stored, generation_config)
     spec = replace(spec, pooling=folder_pooling(folder) or spec.pooling)
-    check_quantised(spec, {key: (place.shape, place.dtype) for key, place in stored.items()})
+    reason = f"{reason}, which only engine.vllm may read"
 
     def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
-        raise CheckpointError(f"the weights of {name!r} are quantised ({method}), which only engine.vllm reads")
+        raise CheckpointError(reason)
 
-    return Checkpoint(spec, folder, tensors, method)
+    return Checkpoint(spec, folder, tensors, reason)
 
 
 def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, TensorPlace]) -> Checkpoint:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from app.engine.errors import CheckpointError
-from app.engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec
+from app.engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, StoredModule
 
 #: Inputs of linear modules: the normalised hidden states, attention's output, the feed-forward with a
 #: gate and without, and the normalised latents of MLA.
@@ -151,6 +151,8 @@ def layer_linear_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...
     """The linear modules of one layer, in the order they are computed."""
     if spec.encoder is not None:
         return _encoder_modules(spec, layer)
+    if spec.layers[layer].stored:
+        return _stored_modules(spec.layers[layer].stored)
     attention = spec.layers[layer].attention
     hidden = spec.hidden_size
     if attention.latent is not None:
@@ -250,6 +252,24 @@ def _encoder_modules(spec: ModelSpec, layer: int) -> tuple[LinearModule, ...]:
         LinearModule(up, hidden, (wide,), (wide,), has_bias=True),
         LinearModule(down, wide, (hidden,), (wide,), has_bias=True),
     )
+
+
+def _stored_modules(stored: Sequence[StoredModule]) -> tuple[LinearModule, ...]:
+    """The modules of a decoder layer as far as they are those, then each other one under its path in the layer."""
+    sizes = {module.path: module for module in stored}
+    found = []
+    for kind in DENSE:
+        parts = [sizes[path] for path in map(kind.path, kind.targets) if path in sizes]
+        if len(parts) == len(kind.targets) and len({part.d_in for part in parts}) == 1:
+            widths = tuple(part.d_out for part in parts)
+            found.append(LinearModule(kind, parts[0].d_in, widths, (1,) * len(parts), has_bias=False))
+            for part in parts:
+                del sizes[part.path]
+    others = (
+        LinearModule(ModuleKind(path, "", (path,), "normed", "output"), d_in, (d_out,), (1,), has_bias=False)
+        for path, d_in, d_out in sizes.values()
+    )
+    return (*found, *others)
 
 
 class StackedModule(NamedTuple):

@@ -7,7 +7,7 @@ has no field here is a `CheckpointError` naming it; nothing is guessed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from app.engine.errors import CheckpointError
 
@@ -138,18 +138,28 @@ class ExpertsSpec:
     alternates: bool = False
 
 
+class StoredModule(NamedTuple):
+    """A linear module as a checkpoint's headers show it: its path in the layer ("self_attn.q_proj") and its sizes."""
+
+    path: str
+    d_in: int
+    d_out: int
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One pre-norm decoder layer, or one post-norm layer of an encoder.
 
     `mlp`: its feed-forward, or each expert's if there are `experts`. `post_norms`: the outputs of attention and
-    feed-forward are normalised too, before they are added.
+    feed-forward are normalised too, before they are added. `stored`: the linear modules of a layer whose arithmetic
+    only another program knows (`hf.headers`); then `attention` and `mlp` are empty.
     """
 
     attention: AttentionSpec
     mlp: MlpSpec
     experts: ExpertsSpec | None = None
     post_norms: bool = False
+    stored: tuple[StoredModule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ POST_NORMS = {"post_attention_norm": "self_attn.output_norm", "post_mlp_norm": "
 #: Path of attention's sinks in the layer: a tensor, not a module.
 SINKS = "self_attn.sinks"
 #: Types of weights with one number per element.
-_UNPACKED = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+UNPACKED = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -74,14 +74,17 @@ _GGUF_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. A tied model has no lm_head."""
+    """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. A tied model has no lm_head.
+
+    Norms are not among those of a model with `LayerSpec.stored` modules.
+    """
     if spec.encoder is not None:
         return encoder_tensors(spec)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
         widths: dict[LayerNorm, int] = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-        widths |= qk_norm_widths(layer.attention)
+        widths = {} if layer.stored else widths | qk_norm_widths(layer.attention)
         latent = latent_norm_widths(layer.attention)
         shapes |= {f"{prefix}{LATENT_NORMS[norm]}.weight": (width,) for norm, width in latent.items()}
         shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
@@ -97,7 +100,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
                 shapes[f"{module}.weight"] = (width, linear.d_in)
                 if linear.has_bias:
                     shapes[f"{module}.bias"] = (width,)
-    shapes[FINAL_NORM] = (spec.hidden_size,)
+    if not any(layer.stored for layer in spec.layers):
+        shapes[FINAL_NORM] = (spec.hidden_size,)
     if not spec.tie_embeddings:
         shapes[LM_HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
@@ -146,7 +150,7 @@ def check_quantised(spec: ModelSpec, found: Mapping[str, tuple[tuple[int, ...], 
         stored, dtype = found.get(f"{module}.weight", ((), ""))
         if not dtype and f"{module}.qweight" not in found and f"{module}.weight_packed" not in found:
             raise CheckpointError(f"checkpoint of {spec.name!r} lacks {module!r}")
-        if dtype in _UNPACKED and tuple(stored) != shape:
+        if dtype in UNPACKED and tuple(stored) != shape:
             raise CheckpointError(f"module {module!r} has shape {list(stored)}; the config implies {list(shape)}")
 
 

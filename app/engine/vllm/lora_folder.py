@@ -67,7 +67,7 @@ class LoraFolders:
                 raise AdapterMismatch(
                     f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
                 )
-            if key.target in LATENT_B.targets:
+            if key.target.rpartition(".")[2] in LATENT_B.targets:
                 raise AdapterMismatch(
                     f"vLLM multiplies {key.target!r} of layer {key.layer} into other weights and ignores a LoRA on it; "
                     "train the adapter without it, or use engine.cpu"

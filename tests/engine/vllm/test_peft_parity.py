@@ -18,6 +18,7 @@ from app.engine.config import EngineConfig
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.vllm.engine import WORKER, worker_arguments
 from app.engine.vllm.worker_process import WorkerProcess
+from tests.engine.models.hf.test_headers import FAMILIES, write, write_adapter
 from tests.engine.running import MAX_LORAS, WAIT_S, Served, vllm_python, vllm_section, write_model
 
 pytestmark = [
@@ -108,6 +109,20 @@ def test_a_variant_equals_peft(served: Served, adapters: Path, variant: str) -> 
     tokens = served.tokens(name)
     values = [line.logprob for chunk in served.chunks[name] for line in chunk.logprobs]
     assert_equal((tokens, values), torch.load(adapters / f"{variant}.pt"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_only_vllm_computes_equals_peft(tmp_path: Path, family: str) -> None:
+    model = write(tmp_path / "model", family)
+    trained = write_adapter(tmp_path / "lora", model)
+    served = Served("vllm", tmp_path / "model", config())
+    try:
+        name = served.submit(PROMPT, read_adapter(tmp_path / "lora", served.spec), num_logprobs=0)
+        tokens = served.tokens(name)
+        values = [line.logprob for chunk in served.chunks[name] for line in chunk.logprobs]
+        assert_equal((tokens, values), expected(trained))
+    finally:
+        assert served.engine.stop(60)
 
 
 def test_the_same_files_given_to_vllm_directly(

@@ -69,7 +69,8 @@ def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEF
     if spec is not None:
         names = config.target_modules
         is_plain = isinstance(names, tuple) and not config.exclude_modules and not any("." in name for name in names)
-        is_alike = all(layer.experts is None for layer in spec.layers)  # otherwise some layers may lack a named module
+        # Otherwise some layers may lack a named module.
+        is_alike = all(layer.experts is None and not layer.stored for layer in spec.layers)
         is_every_layer = is_plain and is_alike and config.layers_to_transform is None
         _check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
     check_options(config)

@@ -68,9 +68,7 @@ def spec_from_config(
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        raise CheckpointError(
-            f"model_type {model_type!r} is not supported; supported families are {', '.join(FAMILIES)}"
-        )
+        raise CheckpointError(unknown_family(config))
     given, config = config, family.llama_config(config)
     _check_keys(config, family, str(model_type))
     hidden_size = positive(config, "hidden_size")
@@ -106,10 +104,15 @@ def spec_from_config(
         norm_eps=norm_eps(config, "rms_norm_eps", 1e-6),
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         layers=_layers(attention, family.windows(config, num_layers), family.feed_forwards(config, mlp, num_layers)),
-        bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
-        eos_token_ids=_eos_token_ids(config, generation_config),
+        bos_token_id=token_id(config.get("bos_token_id"), "bos_token_id"),
+        eos_token_ids=eos_token_ids(config, generation_config),
     )
     return family.adjust_spec(spec, given)
+
+
+def unknown_family(config: Mapping[str, Any]) -> str:
+    """What is said of a config whose family is none of `FAMILIES`."""
+    return f"model_type {config.get('model_type')!r} is not among the supported families ({', '.join(FAMILIES)})"
 
 
 def _layers(
@@ -173,17 +176,18 @@ def _activation(config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
     raise CheckpointError(f"hidden_act {name!r} is not supported; use 'silu' or 'gelu_pytorch_tanh'")
 
 
-def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
+def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
     """Ids that end generation: generation_config.json's if present, else config.json's."""
     value = (generation_config or {}).get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    found = [_token_id(item, "eos_token_id") for item in ids]
+    found = [token_id(item, "eos_token_id") for item in ids]
     return tuple(dict.fromkeys(item for item in found if item is not None))
 
 
-def _token_id(value: object, key: str) -> int | None:
+def token_id(value: object, key: str) -> int | None:
+    """The id that a config key names, or None for null."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:

@@ -56,7 +56,7 @@ _POOLING_MODES: dict[str, Pooling] = {
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Whether this configuration is for `encoder_spec`."""
-    return config.get("model_type") in _KINDS and not config.get("is_decoder")
+    return str(config.get("model_type")) in _KINDS and not config.get("is_decoder")
 
 
 def encoder_spec(config: Mapping[str, Any], name: str, digest: str, pooling: Pooling) -> ModelSpec:
