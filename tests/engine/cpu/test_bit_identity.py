@@ -30,7 +30,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         ("float32", gemma_spec("gemma3_text")),
         ("auto", gemma_spec("gemma3_text")),
         ("float32", mixture_spec()),
-        ("auto", mixture_spec()),
+        pytest.param("auto", mixture_spec(), marks=pytest.mark.nightly),  # a minute of compilation
         ("float32", latent_spec()),
         ("float32", sinks_spec()),
     ],

@@ -34,7 +34,7 @@ SPECS = {"dense": None, "mixture": mixture_spec()} if ON_CUDA else {"dense": Non
 
 
 @pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_batch(dtype: str, kind: str) -> None:
     kinds = ("batches", "preemptions", "evictions", "hits")
     disturbances = np.zeros(len(kinds), np.int64)
@@ -60,7 +60,7 @@ def _inside(mode: ExactOperations, method: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_without_a_gpu_no_order_of_sums_is_a_librarys(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, draws and writes of a round of the fuzz, on the CPU: torch is asked for exact operations only."""
     mode = ExactOperations()

@@ -31,7 +31,11 @@ def backend(kernel_backend: str, spec: ModelSpec) -> JaxBackend:
     return made
 
 
-@pytest.mark.parametrize("spec", [tiny_spec(), mixture_spec(), latent_spec()], ids=lambda spec: spec.family)
+@pytest.mark.parametrize(
+    "spec",
+    [tiny_spec(), *(pytest.param(spec, marks=pytest.mark.nightly) for spec in (mixture_spec(), latent_spec()))],
+    ids=lambda spec: spec.family,
+)
 def test_adapters_of_different_ranks_have_the_logits_and_tokens_of_xla(spec: ModelSpec) -> None:
     ranks = (1, 8, 21, 64)
     if spec == tiny_spec():
