@@ -55,7 +55,8 @@ PROXY_HEADERS = ("Forwarded", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-I
 #: Paths whose POST is charged as a request of the caller's limits; all others are calls. HAProxy repeats these, and no
 #: other POST, when an ingress is lost before it has answered.
 INFERENCE_PATHS = frozenset({
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify",
+    "/v1/responses", "/v1/responses/input_tokens",
     "/v1/messages", "/v1/messages/count_tokens", "/v1/route", "/generate", "/tokenize", "/detokenize",
 })  # fmt: skip
 

@@ -55,14 +55,16 @@ def fake_adapter(
     size_bytes: int | None = None,
     base_digest: str = FAKE_BASE,
     invocation: tuple[int, ...] = (),
+    labels: int = 0,
 ) -> LoraAdapter:
-    """An adapter whose rows hold numbers of their own."""
+    """An adapter whose rows hold numbers of their own; with a score head, if it has labels."""
     digest = hashlib.sha256(f"{name}/{rank}".encode()).hexdigest()
     rows = np.frombuffer(hashlib.shake_256(digest.encode()).digest(2 * rank), np.uint16).astype(np.float32)
     pair = LoraPair(rows.reshape(rank, 1), np.ones((rank, 1), np.float32))
     size = pair.a.nbytes + pair.b.nbytes if size_bytes is None else size_bytes
     card = AdapterCard(digest, base_digest, rank, ("q_proj",), "float32", size, invocation_tokens=invocation)
-    return LoraAdapter(card, {LoraKey(0, "q_proj"): pair})
+    head = {"score.weight": np.arange(1, 4 * labels + 1, dtype=np.float32).reshape(labels, 4) - 2} if labels else {}
+    return LoraAdapter(card, {LoraKey(0, "q_proj"): pair}, replaced=head)
 
 
 def fake_request(
@@ -229,6 +231,9 @@ def fake_embedding(request: GenerateRequest, adapter: LoraAdapter | None) -> byt
     values: list[int] = []
     for position, token_id in enumerate(request.token_ids):
         values.append(token_value(values[-1] if values else 0, token_id, position, rows(position)))
+    if request.pooling.task != "embed":
+        assert adapter is not None
+        return (adapter.replaced["score.weight"] * fake_state(values[-1])).sum(axis=1).astype("<f4").tobytes()
     chosen = values if request.pooling.method == "mean" else values[-1:]
     total = np.zeros(4)
     for value in chosen:

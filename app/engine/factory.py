@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.adapter import FEATURES, SCORE_HEAD
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, VllmConfig, XlaConfig
 from app.engine.engine import Engine
@@ -76,6 +76,8 @@ def served_features(config: EngineConfig) -> frozenset[str]:
             return XLA_FEATURES
         case VllmConfig():
             return VLLM_FEATURES
+        case CudaConfig():
+            return FEATURES - {SCORE_HEAD}
     return FEATURES
 
 

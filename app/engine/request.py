@@ -14,6 +14,7 @@ from app.engine.models.spec import Pooling
 from app.engine.wire_format import message
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PoolingTask = Literal["embed", "classify", "score"]
 
 
 @message
@@ -56,15 +57,16 @@ class SamplingParams:
 @message
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How a sequence's hidden states, after the last norm, become one vector of length 1. Validated by
-    `validate_request`.
+    """How a sequence's hidden states, after the last norm, become one vector. Validated by `validate_request`.
 
-    `num_dimensions` keeps the first numbers only; None keeps all. "cls" is for encoders alone: a decoder's first token
-    has seen no other.
+    "embed": a vector of length 1. "classify": the numbers of the adapter's score head, before softmax or sigmoid;
+    "score": the same, for a head with one. `num_dimensions` keeps the first numbers only; None keeps all. "cls" is for
+    encoders alone: a decoder's first token has seen no other.
     """
 
     method: Pooling = "last"
     num_dimensions: int | None = None
+    task: PoolingTask = "embed"
 
 
 @message

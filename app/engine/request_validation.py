@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 
+from app.engine.adapters import score_head
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.backend import BackendLimits
@@ -48,6 +49,7 @@ class RequestValidator:
         validate_request(request, self._spec, self._max_model_len, capacity)
         if request.pooling is not None and not self._limits.can_embed:
             raise UnsupportedField("this engine cannot compute embeddings; use engine.cpu", param="pooling")
+        _check_task(request, adapter)
         if request.sampling.grammar and not self._has_grammars:
             raise UnsupportedField("this engine has no structured outputs", param="structured_outputs")
         ref = request.adapter
@@ -187,11 +189,40 @@ def _check_text(num_tokens: int, max_model_len: int, kv_capacity: int) -> None:
             )
 
 
+def _check_task(request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+    """Only an adapter with a score head computes scores, and it computes nothing else. Raises InvalidRequest."""
+    ref, task = request.adapter, None if request.pooling is None else request.pooling.task
+    name, num_labels = "the base model" if ref is None else f"adapter {ref.name!r}", score_head.num_labels(adapter)
+    if task in (None, "embed") and num_labels:
+        what = "generates no text" if task is None else "computes no embeddings"
+        raise InvalidRequest(
+            f"{name} has a score head (SEQ_CLS) and {what}; use POST /v1/score, /v1/rerank or /v1/classify",
+            param="model",
+        )
+    if task in ("classify", "score") and not num_labels:
+        raise InvalidRequest(
+            f"{name} has no score head; name an adapter of task type SEQ_CLS, or use POST /v1/chat/completions or "
+            "/v1/embeddings",
+            param="model",
+        )
+    if task == "score" and num_labels > 1:
+        raise InvalidRequest(
+            f"{name} has {num_labels} labels and no single score; use POST /v1/classify", param="model"
+        )
+
+
 def _check_pooling(pooling: PoolingParams, spec: ModelSpec) -> None:
     methods = ("last", "mean") if spec.encoder is None else ("last", "mean", "cls")
     if pooling.method not in methods:
         known = " and ".join(map(repr, methods))
         raise InvalidRequest(f"pooling is {pooling.method!r} but {spec.name!r} supports {known}", param="pooling")
+    if pooling.task != "embed":
+        if pooling.num_dimensions is not None:
+            raise InvalidRequest("dimensions are for embeddings; scores have none", param="dimensions")
+        if pooling.method != score_head.pooling_of(spec):
+            raise InvalidRequest(
+                f"pooling is {pooling.method!r} but a score head reads {score_head.pooling_of(spec)!r}", param="pooling"
+            )
     if pooling.num_dimensions is not None:
         _integer("dimensions", pooling.num_dimensions, 1, spec.hidden_size)
 

@@ -13,7 +13,8 @@ from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from docs.generators.markdown import table
 
 _GROUPS = (
-    ("Generation and embeddings", r"/generate|/v1/(chat|completions|embeddings|responses|messages|route|models)"),
+    ("Generation, embeddings and scores",
+     r"/generate|/v1/(chat|completions|embeddings|score|rerank|classify|responses|messages|route|models)"),
     ("Tokenizer", r"/(de)?tokenize"),
     ("Adapters and aliases", r"/v1/(loras|aliases|jobs|events|audit|(un)?load_lora)"),
     ("Files and batches", r"/v1/(files|batches)"),

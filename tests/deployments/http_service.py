@@ -21,14 +21,15 @@ from app.deployments.ingress.preprocess.tokenizer_service import TokenizerServic
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.rpc.transport import Frame
 from app.deployments.tenancy.usage.prices import Prices
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, tool_format
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
-from tests.deployments.managed import ManagedStore
+from tests.deployments.managed import ManagedStore, wanted
 from tests.engine.structured_output.tokens import tiny_tokenizer
-from tests.fakes import fake_spec
+from tests.fakes import fake_adapter, fake_spec
 
 #: A dollar per million prompt tokens, ten cents for cached ones, four dollars for generated ones.
 _PRICES = {"base": PriceConfig(input=1, cached_input=0.1, output=4)}
@@ -47,6 +48,9 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) % 61 for character in text]
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return self.encode(f"{first}|{second}")
 
     def encode_chat(
         self,
@@ -178,6 +182,15 @@ class Service(IngressService):
         super().observe(route, status, task)
         self.observed.append((route, status))
         self.counted.append((task, [] if task is None else task.usages))
+
+
+async def add_judge(service: Service, name: str = "judge", labels: int = 1) -> LoraAdapter:
+    """Registers an adapter with a score head."""
+    adapter = fake_adapter(name, 8, labels=labels)
+    service.fleet.adapters[adapter.card.digest] = adapter
+    service.managed.store.contents[name] = adapter.card.digest
+    await service.managed.client.load_and_wait(wanted(name, name))
+    return adapter
 
 
 #: Written by a template that knows tools, in Hermes' form; short, because here a character is a token.

@@ -23,6 +23,7 @@ from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_lo
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.serializers.generate import usage_body
+from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
@@ -51,14 +52,31 @@ class Embedder:
         """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitError."""
         arrival_s = self._clock()
         ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user, body.adapters)
-        texts = body.texts
+        pooling = self._pooling(body)
+        token_ids = await self.text_ids(body.texts)
+        return await self.start("embd", ref, token_ids, pooling, caller, request_id, arrival_s)
+
+    async def text_ids(self, texts: Sequence[str | list[int]]) -> list[Sequence[int]]:
+        """Token ids of the texts of the field `input`. Raises InvalidRequest, ContextOverflow."""
         if not 1 <= len(texts) <= MAX_TEXTS:
             raise InvalidRequest(f"input has {len(texts)} texts; it must have 1 to {MAX_TEXTS}", param="input")
-        pooling = self._pooling(body)
         token_ids = await self._preprocessor.prompt_ids(texts, "input")
         self._check_lengths(texts, token_ids)
+        return token_ids
+
+    async def start(
+        self,
+        prefix: str,
+        ref: AdapterRef | None,
+        token_ids: Sequence[Sequence[int]],
+        pooling: PoolingParams,
+        caller: Principal,
+        request_id: str | None,
+        arrival_s: float,
+    ) -> GenerationTask:
+        """One sequence per text, admitted. prefix: of the ids that the service gives. Raises LimitError."""
         client_id = "" if request_id is None else f"{request_id}."
-        request_id = f"embd-{client_id}{secrets.token_hex(12)}"
+        request_id = f"{prefix}-{client_id}{secrets.token_hex(12)}"
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{index}",

@@ -33,6 +33,7 @@ from app.deployments.ingress.preprocess.lazy_adapter_loader import LazyAdapterLo
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.principal import Principal, batch_principal
+from app.deployments.ingress.scoring import Scorer
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.semantic_router.router import AdapterSelector, SemanticRouter, TextEmbedder
 from app.deployments.ingress.serializers.loras import record_body
@@ -127,6 +128,7 @@ class IngressService:
             lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.preprocessor, dispatcher, parts.accounting, parts.clock)
+        self.scorer = Scorer(self.embedder, self.preprocessor, parts.clock)
         self.adapter_admin = AdapterAdmin(parts.store, parts.replicas, parts.placer)
         self.adapter_metrics = AdapterMetrics(parts.accounting.tenants_service)
         self.storage, self.storage_config = parts.storage, config.storage

@@ -73,6 +73,8 @@ class TokenRows(NamedTuple):
 
 #: Applies from its invocation tokens on (`app.engine.adapters.card`); needs no other arithmetic, only shorter runs.
 ACTIVATED = "activated LoRA"
+#: Classifies or ranks texts instead of generating (`app.engine.adapters.score_head`).
+SCORE_HEAD = "a score head"
 
 #: What an adapter may have beyond plain LoRA on the layers, worded as in error messages.
 FEATURES = frozenset(
@@ -88,6 +90,7 @@ FEATURES = frozenset(
         "trained linear weights",
         "trained token rows",
         ACTIVATED,
+        SCORE_HEAD,
     }
 )
 
@@ -104,8 +107,8 @@ class LoraAdapter:
     (lora_bias): `[d_out]` float32, added with the delta, scale folded in. outer: float32 deltas of "embed_tokens" (a
     `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and of "lm_head". replaced: base tensors that the adapter replaces,
     by canonical name ("model.norm.weight"); "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the
-    output's, even where the base ties them. token_rows: replaced rows of "embed_tokens" and "lm_head". scales,
-    outer_scales: factors already folded into b, where not 1; only combining adapters needs them.
+    output's, even where the base ties them; and a score head's tensors. token_rows: replaced rows of "embed_tokens" and
+    "lm_head". scales, outer_scales: factors already folded into b, where not 1; only combining adapters needs them.
     """
 
     card: AdapterCard
@@ -167,6 +170,8 @@ def check_features(adapter: LoraAdapter, supported_features: frozenset[str]) -> 
 
 def _replaced_feature(name: str) -> str:
     module, _, kind = name.rpartition(".")
+    if name.startswith(("score.", "classifier.")):
+        return SCORE_HEAD
     if kind == "bias":
         return "trained biases"
     if module.endswith("norm"):

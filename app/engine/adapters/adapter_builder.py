@@ -33,6 +33,7 @@ from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.modules import ENCODER_FEATURES, OUTER_MODULES, Module, layer_modules
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawAdapter, RawModule, RawTensor, content_digest
+from app.engine.adapters.score_head import check_head, check_whole, is_head
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import LATENT_B
@@ -210,7 +211,12 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
         raise AdapterMismatch(f"trained norms of '{spec.name}', which multiply by 1 + w, are not served; train without")
     replaced = {}
     converted: dict[int, NDArray[np.float32]] = {}  # a matrix that replaces both ends of a tied base is stored once
+    check_whole(set(parameters), spec)
     for name, tensor in parameters.items():
+        if is_head(name):
+            check_head(name, tensor, spec)
+            replaced[name] = read_only(_finite(tensor, name))
+            continue
         if name in _OUTER_WEIGHTS and tensor.shape[1:] == (spec.hidden_size,):
             _check_vocabulary(name, tensor.shape[:1], raw.text, spec)
         if tensor.shape != shapes.get(name):

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters import score_head
 from app.engine.batch import ForwardOutput
 from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.meter import EngineMeter
@@ -309,11 +310,18 @@ def _adapter_slot(item: tuple[Sequence, int]) -> int:
 
 
 def _pool_output(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
-    """Store a step's sums. Returns the embedding when complete, b"" before, None if it is not finite."""
+    """Store a step's sums. Returns the embedding or scores when complete, b"" before, None if one is not finite."""
     assert sequence.pooling is not None
     assert output.sums is not None, "the backend has added up what was to be pooled"
     sequence.pooled_sums = output.sums[index]
-    return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
+    if not is_complete:
+        return b""
+    if sequence.pooling.task == "embed":
+        return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling)
+    assert sequence.adapter is not None, "the head is the adapter's"
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
+        scores = score_head.logits(sequence.adapter, sequence.pooled_sums).astype("<f4")
+    return scores.tobytes() if np.isfinite(scores).all() else None
 
 
 def overflow_error(sequence: Sequence) -> Exception:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.engine.adapters.formats.peft_config import INERT_KEYS, OFF_VALUES
+from app.engine.adapters.formats.peft_config import CLASSIFIES, INERT_KEYS, OFF_VALUES
 from app.engine.xla.supported_features import SERVED
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 from tests.engine.adapters.moe_parity import FORMATS
@@ -22,6 +22,7 @@ def options_table() -> str:
     lines += [f"| {option} | served |" for option in (*OPTIONS, *FUSED, *HALVES)]
     lines += [f"| {option} | served{_by_whom(option)} |" for option in BEYOND]
     lines += ["| `alora_invocation_tokens` (activated LoRA) | served, on linear modules but experts |"]
+    lines += [f"| `task_type: {CLASSIFIES}` with its head | served by `engine.cpu`, on decoders and RoBERTa encoders |"]
     lines += [
         f"| mixtures of experts: {option} | served by `engine.cpu`, `engine.cuda` and `engine.xla` |"
         for option in FORMATS

@@ -46,6 +46,7 @@ from app.deployments.ingress.http.routes.models import add_model_routes
 from app.deployments.ingress.http.routes.openai import add_openai_routes
 from app.deployments.ingress.http.routes.overview import add_overview_routes
 from app.deployments.ingress.http.routes.responses import add_response_routes
+from app.deployments.ingress.http.routes.scoring import add_scoring_routes
 from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import error_body_for
@@ -116,6 +117,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     app.add_exception_handler(PolyloraError, refuse)
     add_model_routes(app, service)
     add_openai_routes(app, service)
+    add_scoring_routes(app, service)
     add_messages_routes(app, service)
     add_response_routes(app, service)
     add_file_routes(app, service)

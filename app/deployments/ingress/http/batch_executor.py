@@ -21,6 +21,8 @@ from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.ingress.schemas.responses import ResponsesRequest
+from app.deployments.ingress.schemas.scoring import ClassifyRequest, RerankRequest, ScoreRequest
+from app.deployments.ingress.scoring import ScoringRequest, scoring_answer
 from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.openai import chat_serializer
 from app.deployments.ingress.serializers.responses import response_body
@@ -28,6 +30,11 @@ from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
 #: A running request, and the coroutine of its response body.
+_SCORING: Mapping[str, type[ScoringRequest]] = {
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/classify": ClassifyRequest,
+}
 _StartedRequest: TypeAlias = tuple[GenerationTask, Coroutine[Any, Any, bytes]]
 
 
@@ -77,6 +84,10 @@ class BatchExecutor:
             embeddings = await asyncio.to_thread(parse_body, EmbeddingsRequest, body)
             task = await self._service.embedder.task(embeddings, caller, request_id)
             return task, self._embedding(embeddings, task)
+        if endpoint in _SCORING:
+            scoring = await asyncio.to_thread(parse_body, _SCORING[endpoint], body)
+            task = await self._service.scorer.task(scoring, caller, request_id)
+            return task, scoring_answer(task, scoring, self._service.accounting.clock())
         response = await asyncio.to_thread(parse_body, ResponsesRequest, body)
         for field in ("store", "previous_response_id"):
             if getattr(response, field):

@@ -65,6 +65,11 @@ class TokenizerService:
     def encode(self, text: str) -> Sequence[int]:
         return self._tokenizer.encode(text, max_tokens=self.max_model_len)
 
+    def encode_pair(self, first: str, second: str) -> Sequence[int]:
+        """Token ids of two texts of a request; their special tokens are plain text if so configured."""
+        allow = not self._split_special_tokens
+        return self._tokenizer.encode_pair(first, second, allow_special=allow, max_tokens=self.max_model_len)
+
     def encode_answer(self, text: str) -> Sequence[int]:
         """Token ids of a text as it occurs in an answer: no BOS, no special tokens."""
         return self._tokenizer.encode(

@@ -19,7 +19,10 @@ class ExpiresAfter(Body):
 
 
 class BatchBody(Body):
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank",
+        "/v1/classify",
+    ]  # fmt: skip
     input_file_id: str = Field(max_length=64)
     completion_window: Literal["24h"]
     metadata: Metadata | None = Field(default=None, max_length=16)

@@ -91,6 +91,13 @@ EMBEDDINGS_REQUEST: Ignored = {
     "priority": (0,),
     "truncate_prompt_tokens": (-1,),
 }
+#: vLLM's, Jina's and Cohere's, for scores of texts.
+SCORING_REQUEST: Ignored = {
+    **EMBEDDINGS_REQUEST,
+    "max_tokens_per_doc": (0,),
+    "max_tokens_per_query": (0,),
+    "padding": ("do_not_pad",),
+}
 TOKENIZE_REQUEST: Ignored = {"add_special_tokens": (True,)}
 CHAT_REQUEST: Ignored = {**REQUEST, "add_special_tokens": (False,)}
 STREAM_OPTIONS = _any("include_obfuscation")

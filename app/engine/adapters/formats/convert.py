@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, write_adapter_tokenizer
-from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_config import CLASSIFIES, CONFIG_NAME
 from app.engine.adapters.formats.peft_experts import FusedExperts, fuse_experts
 from app.engine.adapters.formats.peft_file import (
     EMBEDDING_HALVES,
@@ -27,6 +27,7 @@ from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.formats.tensor_names import PREFIX
 from app.engine.adapters.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, QUANTIZED_BITS, RawAdapter, RawModule, RawTensor
+from app.engine.adapters.score_head import is_head
 from app.engine.errors import AdapterFormatError
 from app.engine.models.linear_modules import ROUTERS
 
@@ -124,7 +125,7 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
             "peft_type": "LORA",
             "r": rank,
             "rank_pattern": {path: own_rank for path, own_rank, _ in wrapped if own_rank != rank},
-            "task_type": "CAUSAL_LM",
+            "task_type": CLASSIFIES if any(is_head(name) for name, _ in raw.parameters) else "CAUSAL_LM",
             "use_rslora": rslora,
         }
         | _target_modules([module for module in modules if _wrapped_name(module) == module.path])
@@ -157,11 +158,12 @@ def _uniform(modules: Sequence[RawModule], has: Sequence[bool], what: str) -> bo
 def _bias_and_modules_to_save(raw: RawAdapter) -> tuple[str, list[str]]:
     """(`bias`, `modules_to_save`) that select exactly the parameters present.
 
-    A module whose weight is replaced is saved whole. Lone biases are selected by `bias`: adapted modules' or all.
+    A module whose weight is replaced is saved whole; PEFT selects a score head itself. Lone biases are selected by
+    `bias`: adapted modules' or all.
     """
     adapted = {module.path for module in raw.modules}
     kinds: dict[str, set[str]] = {}
-    for name, _ in raw.parameters:
+    for name in (name for name, _ in raw.parameters if not is_head(name)):
         path, _, kind = name.rpartition(".")
         kinds.setdefault(path, set()).add(kind)
     biases = {path for path, found in kinds.items() if found == {"bias"}}

@@ -17,7 +17,7 @@ from pathlib import Path
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
-from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
+from app.engine.adapters.formats.peft_config import CLASSIFIES, CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
 from app.engine.adapters.formats.safetensors_file import read_safetensors
@@ -33,6 +33,7 @@ from app.engine.adapters.formats.weight_tying import tie_ends
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows
+from app.engine.adapters.score_head import HEAD_MODULES, head_names, is_head
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.hf.encoder_weight_names import LAYERS as ENCODER_LAYERS
@@ -146,7 +147,13 @@ def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None, *, ha
     check_modules(config, found, candidates, base, has_experts=has_experts)
     if spec is not None:
         check_target_parameters(config, table, base)
-    check_parameters(config, found, None if spec is None else expected_tensors(spec))
+    head = head_names(spec) if config.has_head else ()
+    check_parameters(config, found, None if spec is None else (*expected_tensors(spec), *head))
+    if config.has_head and not any(map(is_head, found.parameters)):
+        raise AdapterFormatError(
+            f"{WEIGHTS_NAME}: the task type is {CLASSIFIES} but there is no trained head "
+            f"({' or '.join(HEAD_MODULES)}), so PEFT would draw a random one; save the adapter with its model"
+        )
 
 
 def _candidates(table: dict[str, Module], found: PeftTensors) -> dict[str, Module]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from app.engine.adapters.score_head import HEAD_MODULES
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError
 
@@ -22,6 +23,9 @@ _INERT = """
 """
 #: Keys that are irrelevant at inference: provenance, training and memory settings.
 INERT_KEYS = frozenset(_INERT.split())
+
+#: The task type of adapters with a score head.
+CLASSIFIES = "SEQ_CLS"
 
 #: Initialisations that leave the base weights unchanged, so that A and B are the whole change.
 PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -41,8 +45,8 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
     "task_type": (
-        (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
-        "only causal language models and embeddings (FEATURE_EXTRACTION) are served",
+        (None, "CAUSAL_LM", "FEATURE_EXTRACTION", CLASSIFIES),
+        f"only causal language models, embeddings (FEATURE_EXTRACTION) and scores of texts ({CLASSIFIES}) are served",
     ),
     "use_bdlora": ((None, False), "BD-LoRA is not served"),
     "use_qalora": ((None, False), "QALoRA is not served"),
@@ -62,7 +66,7 @@ class PeftConfig:
 
     `fan_in_fan_out` has no effect: PEFT switches it off for linear layers and refuses it with `target_parameters`.
     `peft_version` only distinguishes two layouts of experts (`peft_experts`); "" if absent. `tied_modules` are selected
-    whatever the names say (`weight_tying`).
+    whatever the names say (`weight_tying`). has_head: its task is to score texts (`app.engine.adapters.score_head`).
     """
 
     rank: int
@@ -86,6 +90,7 @@ class PeftConfig:
     invocation_tokens: tuple[int, ...] = ()
     ensure_weight_tying: bool = False
     tied_modules: tuple[str, ...] = ()
+    has_head: bool = False
 
 
 def parse_config(contents: bytes) -> PeftConfig:
@@ -144,6 +149,7 @@ def parse_config(contents: bytes) -> PeftConfig:
         target_parameters=target_parameters,
         fan_in_fan_out=_boolean(config, "fan_in_fan_out"),
         ensure_weight_tying=_boolean(config, "ensure_weight_tying"),
+        has_head=config.get("task_type") == CLASSIFIES,
         invocation_tokens=invocation_tokens,
         peft_version=config["peft_version"] if isinstance(config.get("peft_version"), str) else "",
         alpha_pattern={key: _alpha(f"alpha_pattern[{short(key)}]", v) for key, v in _table(config, "alpha_pattern")},
@@ -197,7 +203,7 @@ def _modules_to_save(config: Mapping[str, Any]) -> tuple[str, ...]:
     names = _names(config, "modules_to_save", default=())
     if isinstance(names, str) or not all(name.replace(".", "_").isidentifier() for name in names):
         raise _config_error("modules_to_save", names, "must be a list of plain module names")
-    return names
+    return tuple(dict.fromkeys((*names, *HEAD_MODULES))) if config.get("task_type") == CLASSIFIES else names
 
 
 def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -77,6 +77,17 @@ class Tokenizer:
         backend = self._backend if allow_special else self._literal
         return _ids(backend, text, max_tokens, add_special_tokens=add_special_tokens)
 
+    def encode_pair(
+        self, first: str, second: str, *, allow_special: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of two texts, joined and framed by the model's post-processor. Raises what `encode` does."""
+        self._check_chars(first + second, max_tokens)
+        backend = self._backend if allow_special else self._literal
+        if max_tokens is not None and len(first) + len(second) > _MAX_UNCOUNTED_CHARS:
+            _check_num_tokens(backend, first + second, max(max_tokens, _MAX_UNCOUNTED_CHARS))
+        (encoding,) = backend.encode_batch_fast([(first, second)])
+        return list(encoding.ids)
+
     def encode_prompt(self, prompt: UserText, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of a chat template's prompt. Only special tokens that the template has written become such tokens;
         those with a character of the request are plain text. Raises what `encode` does.

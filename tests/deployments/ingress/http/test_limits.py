@@ -19,7 +19,7 @@ from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT, LimitKey
 from app.deployments.tenancy.quota.rate_limiter import RejectedRequest
 from app.deployments.tenancy.usage.flusher import UsageRecord
-from tests.deployments.http_service import Service
+from tests.deployments.http_service import Service, add_judge
 from tests.deployments.ingress.dispatch.test_dispatcher import until
 from tests.deployments.ingress.http.middleware.test_auth import CHAT, Org, org
 from tests.deployments.ingress.http.routes.test_admin import client_with
@@ -32,6 +32,9 @@ GENERATING: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "sql", "prompt": ["ab", "cde"], "max_tokens": 3, "n": 2, "temperature": 0},
     "/generate": {"text": ["a", "b"], "lora_path": [None, "sql"], "sampling_params": {"max_new_tokens": 2}},
     "/v1/embeddings": {"model": "sql", "input": ["ab", "cde" * 8]},
+    "/v1/score": {"model": "judge", "text_1": "a", "text_2": ["ab", "cde" * 8]},
+    "/v1/rerank": {"model": "judge", "query": "a", "documents": ["ab", "cde" * 8]},
+    "/v1/classify": {"model": "judge", "input": ["ab", "cde" * 8]},
     "/v1/responses": {"model": "sql", "input": "abc", "max_output_tokens": 3, "temperature": 0},
     "/v1/route": {"prompt": "which of them writes queries?"},
     "/v1/messages": {"model": "sql", "messages": CHAT["messages"], "max_tokens": 3, "temperature": 0},
@@ -48,7 +51,9 @@ COUNTING: dict[str, dict[str, Any]] = {
 
 
 async def describe(org: Org) -> None:
-    """Something to choose among. The base's own sentences are embedded now, for no caller."""
+    """Something to choose among, and one with a score head. The base's own sentences are embedded now, for no
+    caller."""
+    await add_judge(org.service)
     answer = await org.ask("admin", "PATCH", "/v1/loras/sql", json={"description": "writes queries"})
     assert answer.status_code == 200, answer.text
 
@@ -100,7 +105,8 @@ async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, pat
     assert total.num_requests == 2
     assert total._replace(num_requests=0, cost_nanos=0) == await engines(org.service)
     assert total.prompt_tokens > 0
-    assert (total.completion_tokens > 0) == (path not in ("/v1/embeddings", "/v1/route"))
+    silent = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify", "/v1/route")
+    assert (total.completion_tokens > 0) == (path not in silent)
 
 
 @pytest.mark.parametrize("path", sorted(GENERATING))

@@ -264,7 +264,7 @@ REFUSED_VALUES = {
     "lora_ga_config": {"scale": "stable"},
     "megatron_config": {"tensor_model_parallel_size": 1},
     "merge_weights": True,
-    "task_type": "SEQ_CLS",
+    "task_type": "TOKEN_CLS",
     "use_bdlora": {"nblocks": 2},
     "use_qalora": True,
 }

@@ -22,5 +22,5 @@ const New = ({ onDone }) => {
   const call = () => ["POST", "/v1/batches", { body: { input_file_id: file.value || files.data?.[0]?.id, endpoint: endpoint.value, completion_window: "24h" } }];
   return html`<${FormDialog} title="New batch" submit="Start" done="The batch has begun" call=${call} run=${() => api(...call())} onDone=${onDone} disabled=${!files.data?.length}>
     <${Field} label="Input file" hint=${files.data && !files.data.length ? "Upload one under Files first." : ""}>${id => html`<select id=${id} value=${file.value} onChange=${event => { file.value = event.target.value; }}>${(files.data ?? []).map(each => html`<option value=${each.id}>${each.filename} · ${each.id}</option>`)}</select>`}</${Field}>
-    <${Field} label="Route">${id => html`<select id=${id} onChange=${event => { endpoint.value = event.target.value; }}>${["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"].map(each => html`<option value=${each}>${each}</option>`)}</select>`}</${Field}></${FormDialog}>`;
+    <${Field} label="Route">${id => html`<select id=${id} onChange=${event => { endpoint.value = event.target.value; }}>${["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank", "/v1/classify"].map(each => html`<option value=${each}>${each}</option>`)}</select>`}</${Field}></${FormDialog}>`;
 };
