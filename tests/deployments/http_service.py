@@ -19,15 +19,17 @@ from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.transport import Frame
 from app.deployments.tenancy.usage.prices import Prices
+from app.deployments.tenancy.usage.traffic_history import TrafficHistory
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, tool_format
 from app.engine.models.tokenizers.tokenizer import Tokenizer
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
-from tests.deployments.managed import ManagedStore, wanted
+from tests.deployments.managed import Here, ManagedStore, wanted
 from tests.engine.structured_output.tokens import tiny_tokenizer
 from tests.fakes import fake_adapter, fake_spec
 
@@ -154,6 +156,8 @@ class Service(IngressService):
             ),
             store=managed.client,
             storage=managed.storage,
+            traffic=actor_proxy(TrafficHistory, Here(managed.traffic)),
+            ingress_id=uuid.uuid4().hex,
             placer=fleet,
             policy=fleet.policy,
             loads=ReplicaLoadTracker(asyncio.get_running_loop().time),

@@ -39,6 +39,7 @@ from app.deployments.tenancy.auth.project_store import AdapterQuota
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.tenant_store import TenantStore
+from app.deployments.tenancy.usage.traffic_history import TrafficHistory
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
@@ -191,6 +192,7 @@ class ManagedStore:
         self.clock = clock
         self.books = TenantStore(registry.database)
         self.tenants_client = actor_proxy(TenantsService, Here(TenantsService(self.books, lambda: None, clock)))
+        self.traffic = TrafficHistory(clock)
         self.monotonic: Callable[[], float] = time.monotonic  # asked for when something is first kept
         self.storage = actor_proxy(
             StorageService, Here(StorageService(lambda: Storage(registry.database, self.monotonic)))

@@ -50,6 +50,7 @@ from app.deployments.store.actor import (
     store_service,
     store_settings,
     tenants_service,
+    traffic_history,
 )
 from app.deployments.tenancy.metrics import RejectionCounters
 from app.deployments.tenancy.usage.prices import Prices
@@ -92,6 +93,8 @@ class Ingress(AsgiIngress):
             ),
             store=store,
             storage=storage_service(actor),
+            traffic=traffic_history(actor),
+            ingress_id=holder,
             placer=Placer(placement, placement_table, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,
@@ -120,7 +123,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, (*metrics.gauges, RejectionCounters(parts.accounting.limiter))),
             self._service.adapter_admin.keep_resuming_unloads,
             self._service.adapter_metrics.keep_flushing,
-            self._service.overview.keep_sampling,
+            self._service.traffic.keep_reporting,
             self._service.batch_runner(BatchExecutor(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))

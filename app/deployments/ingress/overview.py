@@ -1,8 +1,8 @@
-"""What the console's first page shows of the service, from what this ingress knows already: its own traffic, and its
-copies of the registry and of the placement table.
+"""What the console's first page shows of the service: this ingress's copies of the registry and of the placement
+table, and what other processes know.
 
-Counts of replicas and tiers, and a tenant's last events, are the only calls to other processes. They are made while a
-page is open, at most once per `STATS_AGE_S` for all pages of this ingress.
+Counts of replicas and tiers, the last hour's traffic and a tenant's last events are read from other processes. That
+happens while a page is open, at most once per `STATS_AGE_S` for all pages of this ingress that ask for the same.
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ import asyncio
 import contextvars
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator
-from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from app.config import AppConfig
-from app.deployments.ingress.adapter_metrics import request_activity
-from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
 from app.deployments.ingress.principal import Principal, visible_events
 from app.deployments.ingress.serializers.loras import record_body
-from app.deployments.ingress.traffic_history import BUCKET_S, REFUSALS, Gauges, TrafficHistory
+from app.deployments.ingress.traffic_reporter import TrafficReporter
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
-from app.deployments.rpc.background_tasks import repeat
 from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
-from app.deployments.tenancy.usage.adapter_stats import Activity
+from app.deployments.tenancy.usage.traffic_history import BUCKET_S
 from app.engine.errors import NotFound
 from app.version import version
 
@@ -56,6 +52,7 @@ class ServiceOverview:
         connections: ReplicaConnections,
         replicas: ReplicaClient,
         store: StoreService[SharedAdapter],
+        traffic: TrafficReporter,
         clock: Callable[[], float],
         steady_clock: Callable[[], float],
     ) -> None:
@@ -67,26 +64,15 @@ class ServiceOverview:
         self._replicas = replicas
         self._store = store
         self._clock, self._steady_clock = clock, steady_clock
-        self._history = TrafficHistory(clock)
+        self._traffic = traffic
         self._num_changes: Counter[str] = Counter()
         self._reads = SharedReads(steady_clock)
         registry.follow(self._note_change)
 
-    def record(self, task: GenerationTask | None, status: int) -> None:
-        """Count a finished request, as `IngressService.observe` does."""
-        is_refused = status in REFUSALS
-        is_error = status >= HTTPStatus.INTERNAL_SERVER_ERROR and not is_refused
-        activity = Activity(num_requests=1) if task is None else request_activity(task)
-        tenant_id = None if task is None else task.caller.tenant_id
-        self._history.record(tenant_id, activity._replace(num_errors=int(is_error)), is_refused=is_refused)
-
-    async def keep_sampling(self) -> None:
-        """Note open and queued requests at intervals until cancelled."""
-        await repeat(self._sample, BUCKET_S, "sampling this ingress's traffic")
-
     async def body(self, caller: Principal, since_s: int) -> dict[str, Any]:
         """The overview for a caller, with the samples after `since_s`. Raises NotReady while the store restarts."""
         is_project = caller.kind == "project"
+        tenant_id = caller.tenant_id if is_project else None
         body = {
             "object": "overview",
             "time": int(self._clock()),
@@ -97,7 +83,9 @@ class ServiceOverview:
             "is_ready": bool(self._connections.usable),
             "changes": self._num_changes[caller.tenant_id],
             "num_adapters": len(self._registry.adapter_names(caller.tenant_id)),
-            "samples": self._history.series(since_s, caller.tenant_id if is_project else None),
+            "samples": await self._reads.get(
+                ("samples", tenant_id, since_s), lambda: self._traffic.history.series(since_s, tenant_id)
+            ),
             "events": await self._reads.get(
                 ("events", caller.tenant_id, is_project),
                 lambda: self._read_events(caller.tenant_id, visible_events(caller)),
@@ -106,10 +94,11 @@ class ServiceOverview:
         if is_project:
             return body
         stats, tiers = await self._reads.get("stats", self._read_stats)
+        num_elsewhere = await self._reads.get("open", self._traffic.num_open_elsewhere)
         view = self._placer.view
         return body | {
             "num_adapters": self._registry.num_adapters,
-            "num_open_requests": self._connections.num_streams,
+            "num_open_requests": self._connections.num_streams + num_elsewhere,
             "replicas": [
                 self._replica_body(replica_id)
                 | {
@@ -172,11 +161,6 @@ class ServiceOverview:
             "num_rank_rows": view.num_rank_rows(replica_id),
             "num_assigned": view.num_assigned_to(replica_id),
         }
-
-    async def _sample(self) -> None:
-        replicas = self._placer.view.replicas
-        num_requests = sum(map(self._connections.loads.num_requests, replicas))
-        self._history.sample(Gauges(self._connections.num_streams, num_requests, len(replicas)))
 
     async def _read_events(self, tenant_id: str, only: frozenset[str] | None) -> list[dict[str, Any]]:
         events = await self._store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id, only=only)

@@ -38,6 +38,7 @@ from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, Enco
 from app.deployments.ingress.semantic_router.router import AdapterSelector, SemanticRouter, TextEmbedder
 from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.tracing import RequestTracer
+from app.deployments.ingress.traffic_reporter import TrafficReporter
 from app.deployments.object_storage.models import Batch
 from app.deployments.object_storage.service import StorageService
 from app.deployments.placement.placer import Placer
@@ -47,6 +48,7 @@ from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.tenancy.models import RateLimit, TenantLimits
+from app.deployments.tenancy.usage.traffic_history import TrafficHistory
 from app.version import version
 
 #: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
@@ -57,6 +59,7 @@ PROBES = frozenset({"health", "readyz", "livez"})
 
 class Parts(NamedTuple):
     """What the service is built from. `make_batcher` decides how streams are gathered before they are routed.
+    `ingress_id` is an id unique to this process.
 
     `clock` gives Unix time, `steady_clock` seconds that never go back.
     """
@@ -66,6 +69,8 @@ class Parts(NamedTuple):
     accounting: RequestAccounting
     store: StoreService[SharedAdapter]
     storage: StorageService
+    traffic: TrafficHistory
+    ingress_id: str
     placer: Placer
     policy: PlacementPolicy
     loads: ReplicaLoadTracker
@@ -132,9 +137,12 @@ class IngressService:
         self.adapter_admin = AdapterAdmin(parts.store, parts.replicas, parts.placer)
         self.adapter_metrics = AdapterMetrics(parts.accounting.tenants_service)
         self.storage, self.storage_config = parts.storage, config.storage
+        self.traffic = TrafficReporter(
+            parts.traffic, parts.ingress_id, self._connections, parts.placer, parts.clock
+        )
         self.overview = ServiceOverview(
-            config, parts.registry, parts.placer, self._connections, parts.replicas, parts.store, parts.clock,
-            parts.steady_clock,
+            config, parts.registry, parts.placer, self._connections, parts.replicas, parts.store, self.traffic,
+            parts.clock, parts.steady_clock,
         )  # fmt: skip
         self._batch_runner: BatchRunner | None = None
 
@@ -184,7 +192,7 @@ class IngressService:
     def observe(self, route: str, status: int, task: GenerationTask | None) -> None:
         """Count a finished request; `task` is None if it failed before it had sequences."""
         if route not in PROBES:  # refused while the service starts
-            self.overview.record(task, status)
+            self.traffic.record(task, status)
         if task is not None:
             self.accounting.end(task, is_cut=status == TABLE[ClientGone].status)
             self.adapter_metrics.record(task, status)
@@ -215,14 +223,15 @@ class IngressService:
         if caller.kind == "project":
             return summary
         store, tenant_id = self.adapter_admin.store, caller.tenant_id
-        replicas, tiers, events = await asyncio.gather(
+        num_elsewhere, replicas, tiers, events = await asyncio.gather(
+            self.traffic.num_open_elsewhere(),
             self.replica_stats(),
             store.stats(),
             store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id),
         )
         return summary | {
             "num_adapters": self.registry.num_adapters,
-            "num_open_requests": self._connections.num_streams,
+            "num_open_requests": self._connections.num_streams + num_elsewhere,
             "replicas": [without_adapter_names(replica) for replica in replicas],
             "tiers": tiers,
             "failures": [record_body(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
@@ -233,7 +242,8 @@ class IngressService:
         if self._batch_runner is not None:
             await self._batch_runner.close()
         clients = (self.adapter_admin, self._router, self._lazy_loader, self._directory)
-        for part in (*clients, self._request_router, self._connections, self.adapter_metrics, self.accounting):
+        reporters = (self.adapter_metrics, self.traffic, self.accounting)
+        for part in (*clients, self._request_router, self._connections, *reporters):
             await part.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)

@@ -26,6 +26,7 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.tenancy.service import TenantsService
 from app.deployments.tenancy.usage.adapter_stats import AdapterStatsTable
+from app.deployments.tenancy.usage.traffic_history import TrafficHistory
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.logging import start_log
 
@@ -50,6 +51,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         super().__init__(parts, self._keep_alive)
         self._tenants = TenantsService(TenantStore(parts.registry.database), self._keep_alive, adapters=adapters)
         self._storage = StorageService(lambda: Storage(parts.registry.database))
+        self._traffic = TrafficHistory()
         self._idle_shutdown = IdleShutdown(exit_actor)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.throughput), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
@@ -61,6 +63,10 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
     async def storage(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Call a method of `StorageService`."""
         return await find_remote_method(self._storage, method)(*args, **options)
+
+    async def traffic(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Call a method of `TrafficHistory`."""
+        return await find_remote_method(self._traffic, method)(*args, **options)
 
     def _keep_alive(self) -> None:
         self._idle_shutdown.touch()
@@ -91,6 +97,11 @@ def tenants_service(actor: NamedActor) -> TenantsService:
 def storage_service(actor: NamedActor) -> StorageService:
     """The object storage in the store's actor."""
     return actor_proxy(StorageService, actor, AdapterStoreActor.storage)
+
+
+def traffic_history(actor: NamedActor) -> TrafficHistory:
+    """The last hour's traffic in the store's actor."""
+    return actor_proxy(TrafficHistory, actor, AdapterStoreActor.traffic)
 
 
 def store_settings(config: AppConfig) -> str:

@@ -2,12 +2,12 @@
 //
 // A key is only in this module's memory, or the server's cookie stands for it; never in a URL or in storage.
 import { h } from "./vendor/preact.js";
-import { useEffect, useRef } from "./vendor/hooks.js";
+import { useEffect, useLayoutEffect, useRef } from "./vendor/hooks.js";
 import { signal, computed, effect, useSignal, batch } from "./vendor/signals.js";
 import htm from "./vendor/htm.js";
 
 export const html = htm.bind(h);
-export { signal, computed, effect, useSignal, useEffect, useRef, batch };
+export { signal, computed, effect, useSignal, useEffect, useLayoutEffect, useRef, batch };
 
 /** The service's address, whatever prefix a proxy gives it: the page is at <address>/console/. */
 export const address = new URL("..", document.baseURI).href.replace(/\/$/, "");
@@ -177,8 +177,8 @@ export const isStale = computed(() => session.value != null && age.value !== nul
 /** Rises when adapters, aliases or events have changed: screens read their lists again. */
 export const changed = signal(0);
 
-function take(message) {
-  const before = overview.value;
+function take(message, isFirst) {
+  const before = isFirst ? null : overview.value;  // another ingress counts changes from another start
   batch(() => {
     overview.value = message;
     heard.value = Date.now();
@@ -205,7 +205,8 @@ async function follow(abort) {
       const since = history_.value.times.at(-1) ?? 0;
       const answer = await send("GET", "/v1/overview", { query: { stream: true, since }, signal: abort.signal });
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      for await (const data of eventsOf(reader)) { take(data); pause = 500; }
+      let isFirst = true;
+      for await (const data of eventsOf(reader)) { take(data, isFirst); isFirst = false; pause = 500; }
     } catch (error) {
       if (abort.signal.aborted || error.status === 401) return;
       await new Promise(resolve => setTimeout(resolve, pause));

@@ -1,6 +1,6 @@
 // Parts that the screens are made of.
 import {
-  html, signal, useSignal, useEffect, useRef, curl, exact, ago, say, get, messages,
+  html, signal, useSignal, useEffect, useLayoutEffect, useRef, curl, exact, ago, say, get, messages,
 } from "./core.js";
 
 const ICONS = {
@@ -158,12 +158,14 @@ export const Code = ({ text, label = "Code" }) => html`<div class="code"><pre ta
 // -- dialogs --
 
 export const Dialog = ({ title, onClose, children, wide }) => {
-  const element = useRef(null);
-  useEffect(() => {
+  const element = useRef(null), close = useRef(onClose);
+  close.current = onClose;
+  useLayoutEffect(() => {  // before it is painted: a key that is pressed at sight of the dialog must reach it
     const dialog = element.current, before = document.activeElement;
+    dialog.onclose = () => close.current();  // Chromium asks (cancel) only once after a click, then Escape just closes
     dialog.showModal();
     (dialog.querySelector("[autofocus], input:not([type=hidden]), textarea, select") ?? dialog.querySelector("button"))?.focus();
-    return () => { if (dialog.open) dialog.close(); before?.focus?.(); };
+    return () => { dialog.onclose = null; if (dialog.open) dialog.close(); before?.focus?.(); };
   }, []);
   return html`<dialog ref=${element} class=${wide ? "wide" : ""} aria-label=${title}
     onCancel=${event => { event.preventDefault(); onClose(); }}

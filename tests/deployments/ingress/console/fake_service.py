@@ -56,9 +56,9 @@ async def fake_service(folder: Path, num_replicas: int = 3, num_adapters: int = 
         more = [Registration(f"tenant-{n:05}", f"many/{n:05}", 1.0, None) for n in range(num_adapters)]
         await managed.client.register(more, tenant_id=DEFAULT_TENANT, who="ada")
     service = Service(fleet, managed)
-    sampling = asyncio.create_task(service.overview.keep_sampling())
+    reporting = asyncio.create_task(service.traffic.keep_reporting())
     yield service
-    sampling.cancel()
+    reporting.cancel()
     await service.close()
     await managed.close()
     fleet.stop()

@@ -13,61 +13,35 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
 from app.deployments.ingress.http.routes import overview as routes
 from app.deployments.ingress.overview import STATS_AGE_S, SharedReads
-from app.deployments.ingress.traffic_history import BUCKET_S, MAX_TENANTS, NUM_BUCKETS, Gauges, TrafficHistory
 from app.deployments.registry.models import DEFAULT_TENANT, Registration
-from app.deployments.tenancy.usage.adapter_stats import Activity, first_token
+from app.deployments.tenancy.usage.adapter_stats import Activity
+from app.deployments.tenancy.usage.traffic_history import BUCKET_S, SETTLE_S, BucketPart, Gauges
 from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.console.test_sessions import bearer
+from tests.deployments.tenancy.usage.test_traffic_history import Clock
 
 ASK = {"model": "sql", "prompt": "hi", "max_tokens": 6, "ignore_eos": True}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
+async def at_the_end_of_a_bucket(service: Service, clock: Clock) -> None:
+    """The ingress has reported, and its part can be read."""
+    await service.traffic.report()
+    clock.now_s += BUCKET_S + SETTLE_S
+    service.overview._reads._found.clear()
 
-    def __call__(self) -> float:
-        return self.now_s
 
-
-def test_a_history_has_complete_buckets_of_an_hour_and_no_more() -> None:
+@pytest.fixture
+def clock(service: Service) -> Clock:
+    """Of the traffic, instead of the real one."""
     clock = Clock()
-    history = TrafficHistory(clock)
-    history.record("a", Activity(1, 0, 10, 4, 6).plus(first_token(0.5)), is_refused=False)
-    history.record(None, Activity(num_requests=1), is_refused=True)
-    assert history.series(0)["times"] == [], "the present bucket is not complete"
-    clock.now_s += BUCKET_S
-    history.sample(Gauges(3, 2, 1))
-    clock.now_s += BUCKET_S
-    series = history.series(0)
-    assert series["times"] == [1_000_000, 1_000_000 + BUCKET_S]
-    assert (series["requests"], series["refused"], series["completion_tokens"]) == ([2, 0], [1, 0], [6, 0])
-    assert series["time_to_first_token_p50"][0] == pytest.approx(0.5, rel=0.2)
-    assert series["time_to_first_token_p50"][1] is None
-    assert (series["open"], series["queued"], series["replicas"]) == ([None, 3], [None, 2], [None, 1])
-    assert history.series(1_000_000)["times"] == [1_000_000 + BUCKET_S]
-    clock.now_s += NUM_BUCKETS * BUCKET_S
-    assert history.series(0)["times"] == []
+    service.traffic._clock = service.managed.traffic._clock = clock
+    return clock
 
 
-def test_a_tenant_sees_its_own_requests_and_few_tenants_are_kept() -> None:
-    clock = Clock()
-    history = TrafficHistory(clock)
-    for number in range(MAX_TENANTS + 1):
-        history.record(f"t{number}", Activity(num_requests=1), is_refused=False)
-    clock.now_s += BUCKET_S
-    assert history.series(0)["requests"] == [MAX_TENANTS + 1]
-    assert history.series(0, "t5")["requests"] == [1]
-    assert history.series(0, "t0")["requests"] == []
-    assert "open" not in history.series(0, "t5")
-
-
-async def test_the_overview_of_an_operator(http: httpx.AsyncClient, service: Service) -> None:
-    clock = Clock()
-    service.overview._history = TrafficHistory(clock)
+async def test_the_overview_of_an_operator(http: httpx.AsyncClient, service: Service, clock: Clock) -> None:
     assert (await http.post("/v1/completions", json=ASK)).status_code == 200
-    clock.now_s += BUCKET_S
+    await at_the_end_of_a_bucket(service, clock)
     body = (await http.get("/v1/overview")).json()
     assert body["is_ready"]
     assert body["samples"]["requests"] == [1]
@@ -81,14 +55,26 @@ async def test_the_overview_of_an_operator(http: httpx.AsyncClient, service: Ser
     assert (await http.get("/v1/overview")).json()["changes"] > changes
 
 
-async def test_a_probe_is_no_request(http: httpx.AsyncClient, service: Service) -> None:
-    clock = Clock()
-    service.overview._history = TrafficHistory(clock)
+async def test_a_probe_is_no_request(http: httpx.AsyncClient, service: Service, clock: Clock) -> None:
     service.observe("health", 503, None)
     service.observe("completions", 503, None)
-    clock.now_s += BUCKET_S
+    await at_the_end_of_a_bucket(service, clock)
     samples = (await http.get("/v1/overview")).json()["samples"]
     assert (samples["requests"], samples["refused"]) == ([1], [1])
+
+
+async def test_every_ingress_shows_the_traffic_of_all(http: httpx.AsyncClient, service: Service, clock: Clock) -> None:
+    assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+    parts = [
+        BucketPart(int(clock.now_s // BUCKET_S), "default", Activity(num_requests=2, completion_tokens=5)),
+        BucketPart(int(clock.now_s // BUCKET_S), None, gauges=Gauges(3, 1, 1)),
+    ]
+    await service.managed.traffic.add("another", parts)
+    await at_the_end_of_a_bucket(service, clock)
+    body = (await http.get("/v1/overview")).json()
+    samples = body["samples"]
+    assert (samples["requests"], samples["completion_tokens"], samples["open"]) == ([3], [11], [3])
+    assert body["num_open_requests"] == (await http.get("/v1/status")).json()["num_open_requests"] == 3
 
 
 async def test_a_replica_that_does_not_answer_has_no_counts(http: httpx.AsyncClient, service: Service) -> None:

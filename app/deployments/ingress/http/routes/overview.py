@@ -1,4 +1,4 @@
-"""/v1/overview: the service's state and the last hour of this ingress, once or as a stream of events; and
+"""/v1/overview: the service's state and its last hour, once or as a stream of events; and
 /v1/residency: which replica has which adapter; and /v1/settings.
 
 A project gets its own requests and adapters, and nothing of replicas and memory, which all tenants share.
@@ -22,7 +22,7 @@ from app.deployments.ingress.schemas.health import Overview, ResidencyMap, Setti
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.completion_events import sse
 from app.deployments.ingress.service import IngressService
-from app.deployments.ingress.traffic_history import BUCKET_S
+from app.deployments.tenancy.usage.traffic_history import BUCKET_S
 from app.engine.errors import QueueFull
 
 #: Open streams of one ingress, and how long one lasts: the client connects again, perhaps to another ingress, and an
@@ -49,7 +49,7 @@ def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
 
     @routes.get("/v1/overview", response_model=Overview, responses=EVENT_STREAM)
     async def overview(request: Request, query: Annotated[OverviewQuery, Query()]) -> Response:
-        """The service's state, and the last hour of this ingress in samples of five seconds; once, or as events."""
+        """The service's state, and its last hour in samples of five seconds; once, or as events."""
         nonlocal num_streams
         caller = http_principal(request)
         body = await service.overview.body(caller, query.since)
