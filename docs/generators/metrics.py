@@ -30,14 +30,24 @@ _LABELS = {
     "tenant": "the id of one of the 32 tenants that were served most, or `other`",
     "tier": "`source`, `disk`, `host` or `device`",
 }  # fmt: skip
-_METRICS_INTRO = """Ray exports metrics to Prometheus on every node, with `ray_` before each name and `_total` after a
-counter. With `polylora serve` Ray chooses the port, on 127.0.0.1, and writes it into a file:
+_METRICS_INTRO = """`GET /metrics` on the service's own port is a page for Prometheus with the metrics of all
+processes on all nodes. As long as there are no keys this machine reads it without one; otherwise it takes an admin
+key, or the management token:
 
-    curl http://127.0.0.1:$(cat /tmp/polylora-$(id -u)/ray/session_latest/metrics_export_port_*)/metrics
+    scrape_configs:
+      - job_name: polylora
+        static_configs: [{targets: ["polylora.internal:8000"]}]
+        authorization: {credentials_file: /etc/prometheus/polylora-admin-key}
 
-In a cluster of your own (`RAY_ADDRESS`) the port is `ray start --metrics-export-port`. `configs/grafana/` has
-dashboards (service, engines, adapters, tenants, objectives, canary): import each file in Grafana and choose the
-Prometheus that scrapes Ray's ports. `configs/prometheus/` has recording rules and alerts.
+Names have `ray_` before them, and a counter's `_total` after it. Processes send their numbers to Ray's agent on
+their node every ten seconds. `polylora_metrics_agent_up` is 0 for a node whose agent did not answer; if none does,
+the answer is 503. Scrape either this page or the agents themselves, which have Ray's own metrics, too: with
+`polylora serve` an agent listens on 127.0.0.1, on a port that Ray writes into
+`/tmp/polylora-<user id>/ray/session_latest/metrics_export_port_*`, in a cluster of your own (`RAY_ADDRESS`) on
+`ray start --metrics-export-port`.
+
+`configs/grafana/` has dashboards (service, engines, adapters, tenants, objectives, canary): import each file in
+Grafana and choose the Prometheus. `configs/prometheus/` has recording rules and alerts.
 
 """
 

@@ -20,6 +20,7 @@ from app.deployments.ingress.preprocess.structured_output import RequestedGramma
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.rpc.actor_proxy import actor_proxy
+from app.deployments.rpc.metrics_agents import MetricsAgents
 from app.deployments.rpc.transport import Frame
 from app.deployments.tenancy.usage.prices import Prices
 from app.deployments.tenancy.usage.traffic_history import TrafficHistory
@@ -145,6 +146,7 @@ class Service(IngressService):
         self.fleet = fleet
         self.managed = managed
         self.metrics = RecordedMetrics()
+        self.nodes: list[dict[str, Any]] = []  # Ray's table of nodes
         self.observed: list[tuple[str, int]] = []
         self.counted: list[tuple[GenerationTask | None, list[Usage | None]]] = []
         limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_timeout_s": 0.2}
@@ -164,6 +166,7 @@ class Service(IngressService):
             replicas=FleetReplicas(fleet, managed),
             make_batcher=Unbatched,
             metrics=self.metrics,
+            metrics_agents=MetricsAgents(lambda: self.nodes),
             clock=time.time,
             steady_clock=asyncio.get_running_loop().time,
         )

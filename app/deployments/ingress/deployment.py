@@ -42,6 +42,7 @@ from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.gauges import repeat_gauges
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
 from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.metrics_agents import MetricsAgents
 from app.deployments.rpc.ray_private import AsgiIngress, http_host, listen_on_loopback, route_in_this_loop
 from app.deployments.rpc.serve_transport import ServeTransport
 from app.deployments.store.actor import (
@@ -101,6 +102,7 @@ class Ingress(AsgiIngress):
             replicas=ServeTransport(engines),
             make_batcher=ServeBatcher,
             metrics=metrics,
+            metrics_agents=MetricsAgents(),
             clock=time.time,
             steady_clock=time.monotonic,
             tracer=open_tracer(os.environ, time.time),

@@ -44,6 +44,7 @@ from app.deployments.object_storage.service import StorageService
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.feed.view import RegistryView
+from app.deployments.rpc.metrics_agents import MetricsAgents
 from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
@@ -77,6 +78,7 @@ class Parts(NamedTuple):
     replicas: ReplicaClient
     make_batcher: Callable[[RequestRouter], Batcher]
     metrics: IngressMetrics
+    metrics_agents: MetricsAgents
     clock: Callable[[], float]
     steady_clock: Callable[[], float]
     tracer: RequestTracer | None = None
@@ -90,6 +92,7 @@ class IngressService:
         self._placer = parts.placer
         self._replicas = parts.replicas
         self._metrics = parts.metrics
+        self.metrics_agents = parts.metrics_agents
         self.tracer = parts.tracer
         self.base_name = config.model.name
         self.new_project_limits = _new_project_limits(config)
@@ -137,9 +140,7 @@ class IngressService:
         self.adapter_admin = AdapterAdmin(parts.store, parts.replicas, parts.placer)
         self.adapter_metrics = AdapterMetrics(parts.accounting.tenants_service)
         self.storage, self.storage_config = parts.storage, config.storage
-        self.traffic = TrafficReporter(
-            parts.traffic, parts.ingress_id, self._connections, parts.placer, parts.clock
-        )
+        self.traffic = TrafficReporter(parts.traffic, parts.ingress_id, self._connections, parts.placer, parts.clock)
         self.overview = ServiceOverview(
             config, parts.registry, parts.placer, self._connections, parts.replicas, parts.store, self.traffic,
             parts.clock, parts.steady_clock,

@@ -58,6 +58,7 @@ async def test_an_idle_ingress_reports_once_per_bucket(service: Service, clock: 
 async def test_requests_of_a_bucket_are_one_part_per_tenant(
     http: httpx.AsyncClient, service: Service, clock: Clock, sent: Sent
 ) -> None:
+    number = clock.number
     for _ in range(3):
         assert (await http.post("/v1/completions", json=ASK)).status_code == 200
     for status in (503, 500):
@@ -66,6 +67,7 @@ async def test_requests_of_a_bucket_are_one_part_per_tenant(
     (parts,) = sent.parts
     by_tenant = {part.tenant_id: part for part in parts}
     assert len(parts) == len(by_tenant) == 2
+    assert {part.number for part in parts} == {number}
     answered, unknown = by_tenant["default"], by_tenant[None]
     assert (answered.activity.num_requests, answered.activity.completion_tokens) == (3, 18)
     assert (unknown.activity.num_requests, unknown.activity.num_errors, unknown.num_refused) == (2, 1, 1)

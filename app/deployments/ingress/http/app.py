@@ -140,11 +140,6 @@ _ROUTE_HINT = (
     "requests go to POST /v1/chat/completions, /v1/completions, /v1/embeddings or /generate, GET /v1/models lists "
     "models and adapters, GET /openapi.json has every route"
 )
-#: Hints for paths that other servers have.
-_PATH_HINTS = {
-    "/metrics": "Prometheus finds metrics on the port of Ray's agent, on every node: docs/reference/metrics.md; "
-    "GET /v1/status has counts of the moment"
-}
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -155,7 +150,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
         headers["Allow"] = ", ".join(_methods(request))
     message = {
-        404: f"there is nothing at {path!r}; {_PATH_HINTS.get(path, _ROUTE_HINT)}",
+        404: f"there is nothing at {path!r}; {_ROUTE_HINT}",
         405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}

@@ -570,7 +570,6 @@ async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
     for answer, status, says in (
         (await http.post("/v1/images", json={}), 404, "nothing at '/v1/images'.*POST /v1/chat/completions"),
         (await http.get("/v2/models"), 404, "GET /v1/models lists"),
-        (await http.get("/metrics"), 404, "'/metrics'; Prometheus finds metrics on the port of Ray's agent"),
         (await http.get("/v1/completions"), 405, "'/v1/completions' does not take GET, only POST"),
     ):
         assert answer.status_code == status

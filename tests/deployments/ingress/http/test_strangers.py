@@ -173,6 +173,7 @@ async def test_nothing_of_the_service_as_a_whole_is_shown_to_a_project(org: Org)
     received = (await org.ask("bob", "GET", "/v1/status")).json()
     assert sorted(received) == ["is_ready", "model", "object", "version"]
     assert "replicas" in (await org.ask("admin", "GET", "/v1/status")).json()
+    assert (await org.ask("bob", "GET", "/metrics")).status_code == 403
 
 
 async def test_pages_of_events_do_not_tell_of_what_others_caused(org: Org) -> None:

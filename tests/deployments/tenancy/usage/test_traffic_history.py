@@ -60,7 +60,9 @@ async def test_parts_of_ingresses_are_added_in_any_order() -> None:
     history = TrafficHistory(clock)
     first = clock.number
     clock.now_s += BUCKET_S
-    await history.add("one", [BucketPart(clock.number, "a", ONE), BucketPart(clock.number, None, gauges=Gauges(1, 9, 2))])
+    await history.add(
+        "one", [BucketPart(clock.number, "a", ONE), BucketPart(clock.number, None, gauges=Gauges(1, 9, 2))]
+    )
     await history.add("two", [BucketPart(first, "a", ONE), BucketPart(clock.number, "a", ONE.plus(ONE))])
     await history.add("two", [BucketPart(clock.number, None, gauges=Gauges(4, 7, 3))])
     clock.now_s += BUCKET_S + SETTLE_S

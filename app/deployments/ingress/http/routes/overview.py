@@ -1,5 +1,5 @@
 """/v1/overview: the service's state and its last hour, once or as a stream of events; and
-/v1/residency: which replica has which adapter; and /v1/settings.
+/v1/residency: which replica has which adapter; /v1/settings; and /metrics.
 
 A project gets its own requests and adapters, and nothing of replicas and memory, which all tenants share.
 """
@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.deployments.ingress.error_responses import WrongKeyKind
 from app.deployments.ingress.http.event_stream import EventStream
-from app.deployments.ingress.http.openapi import EVENT_STREAM
+from app.deployments.ingress.http.openapi import EVENT_STREAM, JSON_ERROR
 from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber, page_body
 from app.deployments.ingress.principal import Principal, http_principal
 from app.deployments.ingress.schemas.health import Overview, ResidencyMap, SettingResponse
@@ -72,6 +72,13 @@ def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
         if caller.kind == "project":
             raise WrongKeyKind("replicas are shared by all projects; an admin key shows where adapters are")
         return JSONResponse(await service.overview.residency(query.name, caller.tenant_id))
+
+    @routes.get("/metrics", response_class=PlainTextResponse, responses=JSON_ERROR)
+    async def metrics(request: Request) -> Response:
+        """This service's metrics in Prometheus's text format, of all processes on all nodes; for operators."""
+        if http_principal(request).kind == "project":
+            raise WrongKeyKind("metrics are of all projects; an admin key reads them")
+        return PlainTextResponse(await service.metrics_agents.text(), media_type="text/plain; version=0.0.4")
 
     @routes.get("/v1/settings", response_model=PageResponse[SettingResponse])
     async def settings(request: Request) -> Response:
