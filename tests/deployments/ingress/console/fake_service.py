@@ -57,11 +57,13 @@ async def fake_service(folder: Path, num_replicas: int = 3, num_adapters: int = 
         await managed.client.register(more, tenant_id=DEFAULT_TENANT, who="ada")
     service = Service(fleet, managed)
     reporting = asyncio.create_task(service.traffic.keep_reporting())
-    yield service
-    reporting.cancel()
-    await service.close()
-    await managed.close()
-    fleet.stop()
+    try:
+        yield service
+    finally:
+        reporting.cancel()
+        await service.close()
+        await managed.close()
+        fleet.stop()
 
 
 @asynccontextmanager
@@ -73,10 +75,12 @@ async def serving(service: Service, port: int, policy: HttpPolicy | None = None)
     running = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:
         await asyncio.sleep(0.02)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await running
-    listening.close()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await running
+        listening.close()
 
 
 async def send_traffic(url: str, key: str = "") -> None:

@@ -68,8 +68,10 @@ async def test_every_screen_and_action_without_keys(tmp_path: Path, peft_folder:
     async with fake_service(tmp_path) as service, serving(service, free_port()) as url:
         traffic = asyncio.create_task(send_traffic(url))
         await asyncio.sleep(12)
-        await tour("open", url, str(peft_folder))
-        traffic.cancel()
+        try:
+            await tour("open", url, str(peft_folder))
+        finally:
+            traffic.cancel()
 
 
 async def test_projects_keys_and_sign_in(tmp_path: Path) -> None:
