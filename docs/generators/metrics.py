@@ -40,7 +40,7 @@ key, or the management token:
         authorization: {credentials_file: /etc/prometheus/polylora-admin-key}
 
 Names have `ray_` before them, and a counter's `_total` after it. Processes send their numbers to Ray's agent on
-their node every ten seconds. `polylora_metrics_agent_up` is 0 for a node whose agent did not answer; if none does,
+their node every ten seconds. `ray_metrics_agent_up` is 0 for a node whose agent did not answer; if none does,
 the answer is 503. Scrape either this page or the agents themselves, which have Ray's own metrics, too: with
 `polylora serve` an agent listens on 127.0.0.1, on a port that Ray writes into
 `/tmp/polylora-<user id>/ray/session_latest/metrics_export_port_*`, in a cluster of your own (`RAY_ADDRESS`) on

@@ -20,7 +20,7 @@ from app.engine.errors import NotReady
 #: What Ray puts before the names of our metrics.
 PREFIX = "ray_polylora_"
 #: 1 or 0 for each node: whether its agent answered.
-UP = "polylora_metrics_agent_up"
+UP = "ray_metrics_agent_up"
 #: An agent may take this long for each part of its answer, and all agents together.
 AGENT_TIMEOUT_S, TIMEOUT_S = 3.0, 8.0
 MAX_THREADS = 4
@@ -37,7 +37,7 @@ class MetricsAgents:
     async def text(self) -> str:
         """Our metrics in Prometheus's text format. Callers at the same time share one reading.
 
-        Raises NotReady if no agent answers. Of one that does not, `polylora_metrics_agent_up` is 0.
+        Raises NotReady if no agent answers. Of one that does not, `ray_metrics_agent_up` is 0.
         """
         if self._reading is None or self._reading.done():
             loop = asyncio.get_running_loop()

@@ -76,12 +76,12 @@ async def test_metrics_of_all_nodes_are_one_page() -> None:
         gone = node(free_port())
         text = await MetricsAgents(lambda: [one, two, broken, gone, node(1, is_alive=False)]).text()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert {*families} == {"ray_polylora_requests", "ray_polylora_request_seconds", "polylora_metrics_agent_up"}
+    assert {*families} == {"ray_polylora_requests", "ray_polylora_request_seconds", "ray_metrics_agent_up"}
     requests = families["ray_polylora_requests"]
     assert (requests.type, requests.documentation) == ("counter", "Requests answered.")
     assert {(each.labels["WorkerId"], each.value) for each in requests.samples} == {("one", 3.0), ("two", 3.0)}
     assert len(families["ray_polylora_request_seconds"].samples) == 8
-    up = {each.labels["node"]: each.value for each in families["polylora_metrics_agent_up"].samples}
+    up = {each.labels["node"]: each.value for each in families["ray_metrics_agent_up"].samples}
     ports = [each["MetricsExportPort"] for each in (one, two, broken, gone)]
     assert up == {f"127.0.0.1:{port}": float(index < 2) for index, port in enumerate(ports)}
     names = [line.split(" ")[2] for line in text.splitlines() if line.startswith("# HELP")]
