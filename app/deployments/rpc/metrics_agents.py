@@ -58,7 +58,7 @@ class MetricsAgents:
             )
         up = [f'{UP}{{node="{each}"}} {int(page is not None)}' for each, page in zip(agents, pages, strict=True)]
         about_up = [f"# HELP {UP} Whether the metrics agent of a node answered.", f"# TYPE {UP} gauge"]
-        return "\n".join([*_merged([page for page in pages if page is not None]), *about_up, *up, ""])
+        return "\n".join([*_merge([page for page in pages if page is not None]), *about_up, *up, ""])
 
 
 def _addresses(nodes: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -78,7 +78,7 @@ def _page(agent: str) -> str | None:
         return None
 
 
-def _merged(pages: Sequence[str]) -> list[str]:
+def _merge(pages: Sequence[str]) -> list[str]:
     """The lines of our metrics, each metric's together as the format demands, with one HELP and TYPE."""
     about: dict[str, list[str]] = {}  # by metric
     samples: dict[str, list[str]] = {}

@@ -40,7 +40,7 @@ class Gauges(NamedTuple):
     num_replicas: int = 0
 
     def plus(self, other: Gauges | None) -> Gauges:
-        """Of two ingresses: their own requests together, and the larger of what both saw."""
+        """Add another ingress: its own requests, and the larger of what both saw of the replicas."""
         if other is None:
             return self
         num_queued = max(self.num_queued, other.num_queued)
