@@ -72,8 +72,9 @@ def from_plain(kind: Any) -> Callable[[Any], Any]:
         build = from_plain(args[0])
 
         def build_tuple(value: Any) -> Any:
-            unique = [build(each) for each in value[0]]
-            return tuple(unique[index] for index in value[1])
+            unique, indices = value or ((), ())
+            built = [build(each) for each in unique]
+            return tuple(built[index] for index in indices)
 
         return build_tuple
     if origin in (tuple, frozenset):
