@@ -1,6 +1,7 @@
 """What polylora costs in front of vLLM: the same requests to a service with `engine.vllm` and to `vllm serve` alone.
 
-Both run vLLM from one environment with the same arguments, base and adapters; the one that is not measured is idle.
+Both run vLLM from one environment with the same arguments, base and adapters; those that are not measured are idle.
+With `--ray`, Ray Serve LLM serves the base over the same vLLM, too: it loads adapters from object storage only.
 Rounds are interleaved and ratios taken within a round (`stats.py`). Prompts are new in every run, so the prefix cache
 never helps. The client runs on the same machine. Prints tokens/s from the first request to the last token, the time to
 the first token, and the CPU time per token of polylora's processes besides vLLM.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -39,7 +42,7 @@ from load_tests.random_adapters import write_random_adapters
 from load_tests.service import ROOT, Service, end_session, free_port, serve_arguments, settings_with
 from load_tests.stats import environment, numbers, ratios, rounds, spread
 
-POLYLORA, VLLM = "polylora", "vLLM"
+POLYLORA, VLLM, RAY = "polylora", "vLLM", "Ray Serve LLM"
 NUM_ADAPTERS, RANK = 8, 16
 BASE = "base"
 #: Longer than any prompt and answer of a measurement.
@@ -65,6 +68,7 @@ class Bench:
         """`urls` by system, ending in /v1; they serve `BASE` and `adapters`. Each stream sends `per_stream` requests
         of `num_tokens` tokens."""
         self._endpoints = {system: Endpoint(url, extra_body={"ignore_eos": True}) for system, url in urls.items()}
+        self.systems = frozenset(urls)
         self._adapters, self._num_tokens, self._per_stream = adapters, num_tokens, per_stream
         self._rng = np.random.default_rng(seed)
         self.first_s: dict[Case, list[float]] = defaultdict(list)
@@ -97,7 +101,8 @@ class Bench:
 
 def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[str], None]) -> str:
     """Measure; `log` gets a line per run. Returns the Markdown table."""
-    cases = [Case(system, lora, n) for lora in (False, True) for n in streams for system in (VLLM, POLYLORA)]
+    systems = {False: [system for system in (VLLM, POLYLORA, RAY) if system in bench.systems], True: [VLLM, POLYLORA]}
+    cases = [Case(system, lora, n) for lora in systems for n in streams for system in systems[lora]]
 
     def measure(case: Case) -> float:
         value = bench.measure(case)
@@ -110,25 +115,33 @@ def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[st
     bench.cpu_us.clear()
     values = rounds({case: partial(measure, case) for case in cases}, num_rounds)
     lines = [
-        "| adapters | streams | vLLM, tokens/s | polylora / vLLM | first token p50/p99, vLLM | polylora | its CPU |",
-        "|---|---:|---:|---|---:|---:|---|",
+        "| adapters | streams | vLLM, tokens/s | polylora / vLLM | Ray Serve LLM / vLLM | "
+        "first token p50/p99, vLLM | polylora | Ray Serve LLM | polylora's CPU |",
+        "|---|---:|---:|---|---|---:|---:|---:|---|",
     ]
     for lora in (False, True):
         for n in streams:
             alone, ours = Case(VLLM, lora, n), Case(POLYLORA, lora, n)
-            ratio = ratios(values[ours], values[alone])
+            ray = Case(RAY, lora, n)
+            ratio, other = (
+                str(ratios(values[each], values[alone])) if each in values else "not measured" for each in (ours, ray)
+            )
             used = ", ".join(
                 f"{role} {spread(each).median:.0f}"
                 for role, each in sorted(bench.cpu_us[ours].items(), key=lambda item: -spread(item[1]).median)
                 if spread(each).median >= 1
             )
             rate = f"{spread(values[alone]).median:.1f}"
-            first = " | ".join(_percentiles(bench.first_s[case]) for case in (alone, ours))
-            lines.append(f"| {NUM_ADAPTERS if lora else 'base'} | {n} | {rate} | {ratio} | {first} | {used} |")
+            first = " | ".join(_percentiles(bench.first_s[case]) for case in (alone, ours, ray))
+            lines.append(
+                f"| {NUM_ADAPTERS if lora else 'base'} | {n} | {rate} | {ratio} | {other} | {first} | {used} |"
+            )
     return "\n".join(lines)
 
 
 def _percentiles(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "not measured"
     p50, p99 = np.percentile(seconds, (50, 99))
     return f"{p50 * 1000:.0f}/{p99 * 1000:.0f} ms"
 
@@ -146,6 +159,50 @@ def vllm_serve(python: Path, model: Path, adapters: Sequence[Path], max_num_seqs
         *("--enable-lora", "--max-loras", str(NUM_ADAPTERS), "--max-cpu-loras", str(NUM_ADAPTERS)),
         *("--max-lora-rank", str(RANK), "--lora-modules", *modules),
     ]
+    with _serving(command, port, log) as url:
+        yield url
+
+
+@contextmanager
+def ray_serve_llm(python: Path, model: Path, max_num_seqs: int, log: Path) -> Iterator[str]:
+    """Ray Serve LLM with the same vLLM and base, without adapters; its address. Its Ray is a cluster of its own."""
+    port = free_port()
+    engine_kwargs = {
+        **{"dtype": "float32", "max_num_seqs": max_num_seqs, "max_model_len": MAX_MODEL_LEN, **EXTRA_ARGS},
+        **{"generation_config": "vllm", "distributed_executor_backend": "uni"},
+    }
+    script = log.with_name("ray_serve_llm.py")
+    script.write_text(_RAY_SCRIPT)
+    folder = tempfile.mkdtemp(prefix="plr", dir="/tmp")  # a short path, for Ray's sockets
+    given = {"port": port, "model": str(model), "name": BASE, "engine_kwargs": engine_kwargs, "folder": folder}
+    try:
+        with _serving([str(python), str(script), json.dumps(given)], port, log) as url:
+            yield url
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_RAY_SCRIPT = """
+import json, sys, time
+import ray
+from ray import serve
+from ray.serve.llm import LLMConfig, build_openai_app
+
+given = json.loads(sys.argv[1])
+ray.init(num_cpus=4, include_dashboard=False, _temp_dir=given["folder"])
+serve.start(http_options={"host": "127.0.0.1", "port": given["port"]})
+source = {"model_id": given["name"], "model_source": given["model"]}
+config = LLMConfig(
+    model_loading_config=source, accelerator_config={"kind": "cpu"}, engine_kwargs=given["engine_kwargs"],
+    deployment_config={"num_replicas": 1, "max_ongoing_requests": 1000},
+)
+serve.run(build_openai_app({"llm_configs": [config]}), blocking=True)
+"""
+
+
+@contextmanager
+def _serving(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
+    """A server in a session of its own, from when it is ready."""
     own = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     own.pop("PYTHONPATH", None)
     with log.open("wb") as printed:
@@ -168,11 +225,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
     deadline_s = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < deadline_s:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise RuntimeError(f"vllm serve is not ready:\n{log.read_text(errors='replace')[-4000:]}")
+    raise RuntimeError(f"{log.stem} is not ready:\n{log.read_text(errors='replace')[-4000:]}")
 
 
 def settings(python: Path, model: Path, adapters: Sequence[Path], max_num_seqs: int, folder: Path) -> Path:
@@ -211,6 +268,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="Python of an environment with vLLM")
+    parser.add_argument("--ray", type=Path, help="Python of an environment with the same vLLM and Ray 2.60")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="a base in GGUF, or a folder")
     parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--tokens", type=int, default=32)
@@ -231,6 +289,8 @@ def main() -> None:
         service = stack.enter_context(Service(serve_arguments(str(path), port)))
         service.wait_for("Ready after", timeout_s=1200)
         urls = {VLLM: alone, POLYLORA: f"http://127.0.0.1:{port}/v1"}
+        if given.ray is not None:
+            urls[RAY] = stack.enter_context(ray_serve_llm(given.ray, model, most, folder / "ray.log"))
         bench = Bench(urls, [path.name for path in adapters], given.tokens, given.per_stream, given.seed)
         bench.session_id = service.process.pid
         machine = environment()
