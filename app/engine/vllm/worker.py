@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -245,7 +246,21 @@ def _prompt_logprobs(frame: Frame, found: Any, num_logprobs: int) -> list[Any]:
     return lines
 
 
-async def run(connection: Connection, arguments: Frame) -> None:
+def end_unless_loaded(theirs: socket.socket, is_loaded: threading.Event) -> None:
+    """End this process and vLLM's own once the engine's process has closed the socket: while vLLM loads, for minutes,
+    nothing else reads it, and the next replica needs the device."""
+    while not is_loaded.wait(0.5):
+        try:
+            is_closed = not theirs.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # it is there, and says nothing
+            is_closed = False
+        except ConnectionError:  # it has not read our last frame
+            is_closed = True
+        if is_closed:
+            os.killpg(0, signal.SIGTERM)
+
+
+async def run(connection: Connection, arguments: Frame, is_loaded: threading.Event) -> None:
     """Load the model, say `ready`, and serve."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -259,6 +274,7 @@ async def run(connection: Connection, arguments: Frame) -> None:
         arguments = {"worker_extension_cls": "cpu_lora.CpuLora"} | arguments
     usage = Usage()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[usage.logger()])
+    is_loaded.set()
     try:
         config = llm.vllm_config
         connection.send(
@@ -276,7 +292,8 @@ async def run(connection: Connection, arguments: Frame) -> None:
 
 
 async def main(descriptor: int) -> int:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    theirs = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_connection(sock=theirs)
     connection = Connection(reader, writer)
     start = await connection.receive()
     if start is None:
@@ -286,16 +303,20 @@ async def main(descriptor: int) -> int:
         connection.send({"type": "failed", "kind": "arguments", "error": message})
         await connection.flush()
         return 1
+    is_loaded = threading.Event()
+    threading.Thread(target=end_unless_loaded, args=(theirs, is_loaded), daemon=True).start()
     import vllm
 
     connection.send({"type": "hello", "protocol": PROTOCOL, "engine": "vllm", "version": vllm.__version__})
     try:
-        await run(connection, start["arguments"])
+        await run(connection, start["arguments"], is_loaded)
     except Exception as failure:
         kind = "arguments" if isinstance(failure, TypeError | ValueError) else "died"
         connection.send({"type": "failed", "kind": kind, "error": f"{type(failure).__name__}: {failure}"})
         await connection.flush()
         raise
+    finally:
+        is_loaded.set()
     return 0
 
 
