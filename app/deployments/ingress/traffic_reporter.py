@@ -73,6 +73,21 @@ class TrafficReporter:
             num_requests = sum(map(self._connections.loads.num_requests, replicas))
             gauges = Gauges(self._connections.num_streams, num_requests, len(replicas))
             self._add([BucketPart(number, None, gauges=gauges)])
+        await self._send()
+
+    async def keep_reporting(self) -> None:
+        """Report at intervals until cancelled."""
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        await repeat(self.report, REPORT_INTERVAL_S, "sending this ingress's traffic")
+
+    async def close(self) -> None:
+        """Report the requests that are left, if the store is up."""
+        try:
+            await self._send()
+        except NotReady as error:
+            logger.warning("the last %g s of traffic are lost: %s", REPORT_INTERVAL_S, error)
+
+    async def _send(self) -> None:
         pending, self._pending = self._pending, {}
         if not pending:
             return
@@ -82,18 +97,6 @@ class TrafficReporter:
             later, self._pending = self._pending, pending
             self._add(later.values())
             raise
-
-    async def keep_reporting(self) -> None:
-        """Report at intervals until cancelled."""
-        await asyncio.sleep(REPORT_INTERVAL_S)
-        await repeat(self.report, REPORT_INTERVAL_S, "sending this ingress's traffic")
-
-    async def close(self) -> None:
-        """Report what is left if the store is up."""
-        try:
-            await self.report()
-        except NotReady as error:
-            logger.warning("the last %g s of traffic are lost: %s", REPORT_INTERVAL_S, error)
 
     def _add(self, parts: Iterable[BucketPart]) -> None:
         for part in parts:

@@ -97,6 +97,12 @@ async def test_what_the_store_did_not_take_is_sent_later_under_its_time(
     assert [part.number for part in sent.parts[-1]] == [*range(clock.number - 9, clock.number + 1)], "the newest"
 
 
+async def test_an_idle_ingress_that_ends_does_not_ask_for_the_store(service: Service, sent: Sent) -> None:
+    """It may have ended first, and a call would start it again."""
+    await service.traffic.close()
+    assert sent.parts == []
+
+
 async def test_an_ingress_that_ends_reports_what_it_has_seen(service: Service, clock: Clock) -> None:
     service.managed.traffic._clock = clock
     service.observe("completions", 500, None)
