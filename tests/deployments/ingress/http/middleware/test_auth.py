@@ -591,7 +591,7 @@ async def test_every_management_route_refuses_a_key_that_only_infers(org: Org) -
     app = make_app(org.service, HttpPolicy())
     inference = re.compile(
         r"/$|/version|/health|/livez|/readyz|/openapi.json|/generate|/tokenize|/detokenize|/v1/(models|chat|completions|embeddings|"
-        r"messages|responses|files|batches|route|session)\b|/console"
+        r"messages|responses|files|batches|score|rerank|classify|route|session)\b|/console"
     )
     num_refused, admitted = 0, list[str]()
     for route in flat_routes(app.routes):
