@@ -35,6 +35,8 @@ Floats = NDArray[np.float32]
 
 #: Rows of logits for draft tokens, in addition to one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
 DRAFT_ROWS = 32
+#: The KV cache's memory is taken as it is used, and for so many of the largest steps ahead.
+STEPS_AHEAD = 4
 
 
 class CpuBackend(AdapterBackend):
@@ -56,13 +58,12 @@ class CpuBackend(AdapterBackend):
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
-        # The first adapter needs all pages. They are faulted in while weights are unpacked.
-        pages_of_rows = PagePrefaulter([self._rows.memory])
         self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team).pack_all(tensors)
-        pages_of_rows.wait()
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would fault 60 of them.
-        self._pages = PagePrefaulter([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])
+        layers = [layer for layer in (*self._k_memory, *self._v_memory) if layer.size]
+        self._token_bytes = max(layer.nbytes for layer in layers) // (config.num_kv_blocks * config.block_size)
+        self._kv_pages = PagePrefaulter(layers, STEPS_AHEAD * config.max_num_batched_tokens * self._token_bytes)
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
@@ -72,6 +73,7 @@ class CpuBackend(AdapterBackend):
         """See `Backend.forward`."""
         assert len(batch.token_ids) <= len(self._work.hidden), "the kernels do not check how long their arrays are"
         assert len(batch.sample_rows) <= len(self._work.logits), "the kernels do not check how long their arrays are"
+        self._kv_pages.use((int(batch.kv_slots.max(initial=0)) + 1) * self._token_bytes)
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         widest_rank = self._rows.widest(runs[:, 2])
         widest_of_experts = self._rows.widest_of_experts(runs[:, 2])
@@ -115,7 +117,8 @@ class CpuBackend(AdapterBackend):
     def close(self) -> None:
         """End the threads and drop every array."""
         self._team.close()
-        self._pages.stop()
+        self._rows.close()
+        self._kv_pages.stop()
         for name in ("_weights", "_k_memory", "_v_memory", "_rows", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -92,6 +92,7 @@ class EncoderBackend(AdapterBackend):
     def close(self) -> None:
         """End the threads and drop every array."""
         self._team.close()
+        self._rows.close()
         for name in ("_weights", "_rows", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -31,6 +31,7 @@ from app.engine.models.linear_modules import (
     targets_of,
 )
 from app.engine.models.spec import ModelSpec
+from app.kernels.machine.prefault import PagePrefaulter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.moe_lora.cpu import ExpertRows
@@ -55,6 +56,10 @@ _PREFETCHED_ENCODER = {
 _PREFETCHED_MOE = {"qkv": ("o_proj",), "gate_up": ("down_proj",)}
 
 
+#: Memory of rank rows is taken as it is used, and so much ahead.
+AHEAD_BYTES = 64 << 20
+
+
 class LoraMemory:
     """One set of tables for all adapters, and their experts' tables."""
 
@@ -64,6 +69,7 @@ class LoraMemory:
         self._row_bytes = row_bytes(spec)
         #: Every adapter's rank rows, [num_rows * row_bytes].
         self.memory = np.zeros(num_rows * self._row_bytes, np.uint8)
+        self._pages = PagePrefaulter([self.memory], AHEAD_BYTES)
         shape = (len(spec.layers), num_slots, len(self._targets))
         self._a, self._b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._ranks = np.zeros(shape, np.int32)
@@ -105,6 +111,10 @@ class LoraMemory:
         """Free the memory of the slot's experts."""
         self._experts.release(adapter_slot)
 
+    def close(self) -> None:
+        """Take no more memory."""
+        self._pages.stop()
+
     def warm_up(self, team: ThreadTeam) -> None:
         """Compile what `write` calls, by writing row 0; it is written again before it is read."""
         source = matrices([(0, 0, np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32))])
@@ -113,6 +123,7 @@ class LoraMemory:
     def _write(self, team: ThreadTeam, packed: Packing, row_start: int) -> tuple[NDArray[np.int64], bool]:
         """The plan that was carried out, and whether the rows are in bfloat16: all modules' or none."""
         first = row_start * self._row_bytes
+        self._pages.use(first + packed.num_bytes)
         assert first + packed.num_bytes <= self.memory.nbytes, "an adapter's rows end before the memory does"
         plan, too_fine = packed.at(self.memory.ctypes.data + first), np.zeros(1, np.bool_)
         team.run(write_plan, 2, plan, too_fine)

@@ -1,7 +1,8 @@
 """Prefaulting of large arrays: the system zeroes their pages ahead of use, at once or in the background.
 
 Pages are populated in the order in which they will be used (arrays for the background are written from the front on,
-all alike), so that no step waits for them. Contents never change, even while other threads write to the arrays.
+all alike), a little ahead of their use: no step waits for them, and memory that is never used is never taken. Contents
+never change, even while other threads write to the arrays.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -27,43 +29,68 @@ _logger = logging.getLogger(__name__)
 
 
 class PagePrefaulter:
-    """Populates the pages of some arrays, and holds the arrays until it is done or stopped."""
+    """Populates the pages of some arrays ahead of their use, and holds the arrays until it is done or stopped."""
 
-    def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
-        """`parts`: contiguous arrays of zeros, of any shape and size. Returns once the first 2 MB of each are
-        populated.
+    def __init__(self, parts: Sequence[NDArray[Any]], ahead_bytes: int | None = None) -> None:
+        """`parts`: contiguous arrays of zeros, of any shape and size, which are used from the front on, all alike.
+        `ahead_bytes` of each are populated beyond what `use` has named, None: all. Returns once the first 2 MB of each
+        are populated.
 
         On a system that cannot populate pages (Linux before 5.14, other systems) all of them are written to here.
         Raises OSError if there is no memory for the first pages; later this is a warning.
         """
         self._parts = parts
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._take_all, name="memory-pages", daemon=True)
+        self._ahead_bytes = ahead_bytes
+        self._changed = threading.Condition()
+        self._end = sys.maxsize if ahead_bytes is None else ahead_bytes  # of each part, what is to be populated
+        self._done = 0  # of each part, how much is populated
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._populate_all, name="memory-pages", daemon=True)
         self._pieces = _in_order([_place(part) for part in parts])
         if not _populate(islice(self._pieces, len(parts))):
             for part in parts:
                 part[...] = 0
-            self._stopped.set()
+            self._is_stopped = True
         self._thread.start()
 
+    def use(self, end: int) -> None:
+        """The first `end` bytes of each part are in use: populate what comes next, in the background."""
+        if self._ahead_bytes is not None and end + self._ahead_bytes > self._end:
+            with self._changed:
+                self._end = end + self._ahead_bytes
+                self._changed.notify_all()
+
     def wait(self) -> None:
-        """Wait until all pages are populated, or the work was stopped."""
-        self._thread.join()
+        """Wait until all pages that are to be populated now are, or the work was stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= self._end or not self._parts)
 
     def stop(self) -> None:
         """Stop the work; returns after the thread has ended, so that the arrays can be freed."""
-        self._stopped.set()
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
         self._thread.join()
 
-    def _take_all(self) -> None:
+    def _populate_all(self) -> None:
         try:
-            for first, end in self._pieces:
-                if self._stopped.is_set():
+            for offset, first, end in self._pieces:
+                if not self._wait_for_use(offset):
                     break
                 _take(first, end)
         except OSError as error:
             _logger.warning("memory cannot be prefaulted; the first tokens that use it may be slow: %s", error)
-        self._parts = ()
+        with self._changed:
+            self._parts = ()
+            self._changed.notify_all()
+
+    def _wait_for_use(self, offset: int) -> bool:
+        """Wait until the pages at this offset are to be populated; returns whether they are, as it is not stopped."""
+        with self._changed:
+            self._done = offset
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: offset < self._end or self._is_stopped)
+            return not self._is_stopped
 
 
 def prefault_pages(array: NDArray[Any]) -> None:
@@ -72,7 +99,7 @@ def prefault_pages(array: NDArray[Any]) -> None:
     On a system that cannot populate pages the array is written to. Raises OSError if there is no memory.
     """
     address, num_bytes = _place(array)
-    if not _populate([(address, address + num_bytes)]):
+    if not _populate([(0, address, address + num_bytes)]):
         array[...] = 0
 
 
@@ -81,18 +108,18 @@ def _place(array: NDArray[Any]) -> tuple[int, int]:
     return array.ctypes.data, array.nbytes
 
 
-def _in_order(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The first 2 MB of every (address, bytes), then the next: pairs of addresses, the second exclusive."""
+def _in_order(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The first 2 MB of every (address, bytes), then the next: offset, first address, exclusive last address."""
     longest = max((num_bytes for _, num_bytes in places), default=0)
     for offset in range(0, longest, _PIECE_BYTES):
         for address, num_bytes in places:
-            yield address + min(offset, num_bytes), address + min(offset + _PIECE_BYTES, num_bytes)
+            yield offset, address + min(offset, num_bytes), address + min(offset + _PIECE_BYTES, num_bytes)
 
 
-def _populate(pieces: Iterable[tuple[int, int]]) -> bool:
+def _populate(pieces: Iterable[tuple[int, int, int]]) -> bool:
     """Populate the pieces; returns whether this system can. Raises OSError if it has no memory."""
     try:
-        for first, end in pieces:
+        for _, first, end in pieces:
             _take(first, end)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOSYS):

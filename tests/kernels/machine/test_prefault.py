@@ -44,6 +44,18 @@ def test_all_pages_come_and_the_front_of_every_part_at_once() -> None:
         assert not part.any()
 
 
+def test_pages_come_as_the_arrays_are_used_and_ahead_of_that() -> None:
+    parts = [untouched(size) for size in (20 * PIECE, 20 * PIECE, 3 * PIECE)]
+    taker = PagePrefaulter(parts, ahead_bytes=2 * PIECE)
+    for used, end in ((0, 2), (PIECE, 3), (2 * PIECE + 1, 5), (2 * PIECE + 2, 5), (PIECE, 5), (18 * PIECE + 1, 20)):
+        taker.use(used)
+        taker.wait()
+        for part in parts:
+            assert num_absent_pages(part[: end * PIECE]) == 0
+            assert num_absent_pages(part[(end + 1) * PIECE :]) == len(part[(end + 1) * PIECE :]) // mmap.PAGESIZE
+    taker.stop()
+
+
 @pytest.mark.parametrize("parts", [[], [np.zeros((3, 0, 8))]])
 def test_nothing_takes_no_pages(parts: list[np.ndarray]) -> None:
     PagePrefaulter(parts).wait()
@@ -63,10 +75,10 @@ def test_what_is_written_meanwhile_stays() -> None:
 
 
 def test_it_lets_go_of_memory_when_stopped_and_when_done() -> None:
-    for end in (PagePrefaulter.stop, PagePrefaulter.wait):
+    for end, ahead_bytes in ((PagePrefaulter.stop, None), (PagePrefaulter.wait, None), (PagePrefaulter.stop, PIECE)):
         memory = untouched(10 * PIECE)
         held = weakref.ref(memory)
-        taker = PagePrefaulter([memory])
+        taker = PagePrefaulter([memory], ahead_bytes)
         end(taker)
         del memory
         assert held() is None
