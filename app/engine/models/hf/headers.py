@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.engine.errors import CheckpointError
-from app.engine.models.hf.config import eos_token_ids, token_id
+from app.engine.models.hf.config import eos_token_ids, token_id, unknown_family
 from app.engine.models.hf.config_values import positive
 from app.engine.models.hf.safetensors_folder import TensorPlace
 from app.engine.models.spec import (
@@ -54,8 +54,8 @@ def spec_from_headers(
         layers.setdefault(int(match[1]), []).append(StoredModule(match[2], d_in, d_out))
     if sorted(layers) != list(range(num_layers)):
         raise CheckpointError(
-            f"the checkpoint of {name!r} (model_type {family!r}) has matrices named model.layers.N.….weight in "
-            f"{len(layers)} of {num_layers} layers"
+            f"{unknown_family(config)}; engine.vllm needs matrices named model.layers.N.….weight in all of its "
+            f"{num_layers} layers, and {name!r} has them in {len(layers)}"
         )
     empty = MlpSpec(0)
     return ModelSpec(

@@ -137,7 +137,7 @@ def test_what_headers_do_not_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weight_packed' of model_type 'granite' is packed"):
         load_checkpoint(tmp_path)
     save_file({key.replace("model.layers", "transformer.h"): value for key, value in tensors.items()}, file)
-    with pytest.raises(CheckpointError, match="in 0 of 2 layers"):
+    with pytest.raises(CheckpointError, match="has them in 0"):
         load_checkpoint(tmp_path)
     save_file(tensors, file)
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
