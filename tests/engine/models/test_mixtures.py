@@ -127,7 +127,7 @@ def test_how_many_experts_there_are_goes_by_two_names(model_type: str, key: str)
         ("deepseek_v2", {"num_experts_per_tok": 2, "num_key_value_heads": 4, "mlp_bias": True}, "mlp_bias"),
         ("deepseek_v2", {"num_experts_per_tok": 2, "num_key_value_heads": 4, "qk_head_dim": 7}, "qk_head_dim is 7"),
         ("deepseek_v2", {"num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 48}, "head_dim is 48"),
-        ("deepseek_v3", {}, "'deepseek_v3' is not supported"),
+        ("deepseek_v3", {}, "'deepseek_v3' is not among the supported families"),
         ("gpt_oss", {"experts_per_token": 9}, "experts_per_token is 9"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit.*positive number"),
         ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'; only 'mxfp4'"),
