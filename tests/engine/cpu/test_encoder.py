@@ -140,5 +140,6 @@ def test_a_configuration_that_means_something_else_is_refused(key: str, value: o
     folder = save_encoder(tiny_encoder("bert"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(CheckpointError, match=key if key != "is_decoder" else "'bert' is not among the supported families"):
+    message = key if key != "is_decoder" else "'bert' is not among the supported families"
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder)
