@@ -286,11 +286,14 @@ def many(browser: Browser, url: str) -> None:
         expect(new.locator(".map-tip")).to_be_visible()
 
 
-def lost(browser: Browser, url: str) -> None:
+def lost(browser: Browser, url: str, folder: str) -> None:
+    """`folder` gets a file when the page shows the replica that is to be dropped, and one when it does not any more."""
     with page(browser, url, expected="ERR_") as new:
         new.goto(f"{url}/console/#/replicas")
-        expect(new.get_by_text("replica-1")).to_be_visible()
-        expect(new.get_by_text("replica-1")).to_have_count(0, timeout=40_000)
+        expect(new.get_by_text("replica-1")).to_be_visible(timeout=60_000)
+        (Path(folder) / "shown").touch()
+        expect(new.get_by_text("replica-1")).to_have_count(0, timeout=60_000)
+        (Path(folder) / "gone").touch()
         expect(new.get_by_text("the service does not answer")).to_be_visible(timeout=60_000)
         shot(new, "stale")
 

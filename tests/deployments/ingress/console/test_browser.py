@@ -88,9 +88,14 @@ async def test_thousands_of_adapters(tmp_path: Path) -> None:
 async def test_a_lost_replica_and_a_lost_service_are_shown(tmp_path: Path) -> None:
     async with fake_service(tmp_path) as service:
         async with serving(service, port := free_port()) as url:
-            running = asyncio.create_task(tour("lost", url))
-            await asyncio.sleep(15)
+            running = asyncio.create_task(tour("lost", url, str(tmp_path)))
+
+            async def until(name: str) -> None:
+                while not (tmp_path / name).exists() and not running.done():
+                    await asyncio.sleep(0.1)
+
+            await until("shown")
             service.fleet.drop("replica-1")
-            await asyncio.sleep(15)
+            await until("gone")
         assert port
         await running
