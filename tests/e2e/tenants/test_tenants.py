@@ -131,7 +131,7 @@ async def _ask(asking: openai.AsyncOpenAI, project: Project, max_tokens: int) ->
 
 async def _ask_a_thousand_times(service: Service, api_key: str) -> list[tuple[int, int]]:
     """Tokens of the prompts and of the answers that were admitted; the others were 429s that say when to come back."""
-    turns = asyncio.Semaphore(200)
+    turns = asyncio.Semaphore(50)
     async with client(service, api_key) as asking:
 
         async def ask() -> tuple[int, int] | None:

@@ -335,9 +335,13 @@ class RateLimiter:
 
     async def _call_lessor(self, requests: Sequence[LeaseRequest]) -> Sequence[LeaseGrant] | None:
         """One grant per request; None while the lessor is unavailable or answers something unexpected."""
+        call = asyncio.ensure_future(self._lease_call(self._holder, requests))
         try:
-            async with asyncio.timeout(OWNER_TIMEOUT_S):
-                grants = await self._lease_call(self._holder, requests)
+            # Not `asyncio.timeout`: an answer that came in time counts, however late this event loop gets to it.
+            await asyncio.wait({call}, timeout=OWNER_TIMEOUT_S)
+            if not call.done():
+                raise TimeoutError
+            grants = call.result()
             if len(grants) == len(requests):
                 return grants
             logger.error(
@@ -350,6 +354,8 @@ class RateLimiter:
             logger.warning("enforcing limits locally for now: %s", reason)
         except Exception:  # a service of another version may raise anything, and requests wait
             logger.exception("enforcing limits locally for now")
+        finally:
+            call.cancel()
         return None
 
     def _drop_idle(self) -> None:

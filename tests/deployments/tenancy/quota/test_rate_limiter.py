@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
 
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.quota import rate_limiter
 from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseGrant, LeaseRequest, QuotaLessor
 from app.deployments.tenancy.quota.limits import LimitError, LimitKey, SpendLimitError
 from app.deployments.tenancy.quota.rate_limiter import REPORT_INTERVAL_S, RateLimiter, Reservation
@@ -206,6 +209,22 @@ async def test_an_owner_that_answers_otherwise_than_it_should_is_away(error: Exc
     async with asyncio.timeout(60):
         results = [await attempt(limiter, owner, {REQUESTS: 1}) for _ in range(12)]
     assert len(admitted(results)) == 10
+
+
+async def test_an_owner_that_answers_a_busy_event_loop_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer came in time, and is there when the loop gets to it, after the deadline."""
+    monkeypatch.setattr(rate_limiter, "OWNER_TIMEOUT_S", 0.2)
+    owner, loop = Owner(tenant(requests=1)), asyncio.get_running_loop()
+
+    async def lend(_: str, wants: Sequence[LeaseRequest]) -> list[LeaseGrant]:
+        answer: asyncio.Future[list[LeaseGrant]] = loop.create_future()
+        grants = [LeaseGrant(0, 0) for _ in wants]
+        threading.Timer(0.05, lambda: loop.call_soon_threadsafe(answer.set_result, grants)).start()
+        loop.call_soon(time.sleep, 0.5)
+        return await answer
+
+    limiter = RateLimiter(lend, "a", lambda: owner.now_s)
+    assert isinstance(await attempt(limiter, owner, {REQUESTS: 1}), LimitError), "used up elsewhere"
 
 
 async def test_an_owner_that_restarts_learns_who_holds_what() -> None:
