@@ -12,7 +12,6 @@ import errno
 import logging
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -31,66 +30,70 @@ _logger = logging.getLogger(__name__)
 class PagePrefaulter:
     """Populates the pages of some arrays ahead of their use, and holds the arrays until it is done or stopped."""
 
-    def __init__(self, parts: Sequence[NDArray[Any]], ahead_bytes: int | None = None) -> None:
+    def __init__(self, parts: Sequence[NDArray[Any]], ahead_bytes: int) -> None:
         """`parts`: contiguous arrays of zeros, of any shape and size, which are used from the front on, all alike.
-        `ahead_bytes` of each are populated beyond what `use` has named, None: all. Returns once the first 2 MB of each
-        are populated.
+        `ahead_bytes` of each are populated beyond what `use` has named. Returns once the first 2 MB of each are
+        populated.
 
         On a system that cannot populate pages (Linux before 5.14, other systems) all of them are written to here.
         Raises OSError if there is no memory for the first pages; later this is a warning.
         """
         self._parts = parts
         self._ahead_bytes = ahead_bytes
-        self._changed = threading.Condition()
-        self._end = sys.maxsize if ahead_bytes is None else ahead_bytes  # of each part, what is to be populated
-        self._done = 0  # of each part, how much is populated
+        self._lock = threading.Lock()
+        self._end = 0  # of each part, what is to be populated
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._populate_all, name="memory-pages", daemon=True)
+        self._thread: threading.Thread | None = None  # while there is work: an idle one would keep the arrays alive
         self._pieces = _in_order([_place(part) for part in parts])
         if not _populate(islice(self._pieces, len(parts))):
             for part in parts:
                 part[...] = 0
             self._is_stopped = True
-        self._thread.start()
+        self._next = next(self._pieces, None)
+        self.use(0)
 
     def use(self, end: int) -> None:
         """The first `end` bytes of each part are in use: populate what comes next, in the background."""
-        if self._ahead_bytes is not None and end + self._ahead_bytes > self._end:
-            with self._changed:
+        if end + self._ahead_bytes > self._end:
+            with self._lock:
                 self._end = end + self._ahead_bytes
-                self._changed.notify_all()
+                if self._thread is None and self._has_work():
+                    self._thread = threading.Thread(target=self._work, name="memory-pages", daemon=True)
+                    self._thread.start()
 
     def wait(self) -> None:
         """Wait until all pages that are to be populated now are, or the work was stopped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._done >= self._end or not self._parts)
+        if (thread := self._thread) is not None:
+            thread.join()
 
     def stop(self) -> None:
         """Stop the work; returns after the thread has ended, so that the arrays can be freed."""
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
-        self._thread.join()
+        self.wait()
+        self._parts = ()
 
-    def _populate_all(self) -> None:
-        try:
-            for offset, first, end in self._pieces:
-                if not self._wait_for_use(offset):
-                    break
-                _take(first, end)
-        except OSError as error:
-            _logger.warning("memory cannot be prefaulted; the first tokens that use it may be slow: %s", error)
-        with self._changed:
+    def _has_work(self) -> bool:
+        return not self._is_stopped and self._next is not None and self._next[0] < self._end
+
+    def _work(self) -> None:
+        while (piece := self._take_piece()) is not None:
+            try:
+                _take(*piece[1:])
+            except OSError as error:
+                _logger.warning("memory cannot be prefaulted; the first tokens that use it may be slow: %s", error)
+                self._is_stopped = True
+
+    def _take_piece(self) -> tuple[int, int, int] | None:
+        """The piece to populate; None if there is none for now: then the thread ends."""
+        with self._lock:
+            if self._has_work():
+                piece, self._next = self._next, next(self._pieces, None)
+                return piece
+            self._thread = None
+        if self._next is None:
             self._parts = ()
-            self._changed.notify_all()
-
-    def _wait_for_use(self, offset: int) -> bool:
-        """Wait until the pages at this offset are to be populated; returns whether they are, as it is not stopped."""
-        with self._changed:
-            self._done = offset
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: offset < self._end or self._is_stopped)
-            return not self._is_stopped
+        return None
 
 
 def prefault_pages(array: NDArray[Any]) -> None:

@@ -15,6 +15,8 @@ from app.kernels.machine.prefault import PagePrefaulter, prefault_pages
 from tests import seeds
 
 PIECE = 1 << 21
+#: As far ahead as arrays are.
+ALL = 1 << 40
 
 
 def num_absent_pages(array: np.ndarray) -> int:
@@ -35,7 +37,7 @@ def untouched(num_bytes: int) -> np.ndarray:
 def test_all_pages_come_and_the_front_of_every_part_at_once() -> None:
     parts = [untouched(size) for size in (20 * PIECE, 7 * PIECE + 12345, 1, 3 * PIECE)]
     assert num_absent_pages(parts[0]) > 0
-    taker = PagePrefaulter(parts)
+    taker = PagePrefaulter(parts, ALL)
     for part in parts:
         assert num_absent_pages(part[:PIECE]) == 0
     taker.wait()
@@ -58,7 +60,7 @@ def test_pages_come_as_the_arrays_are_used_and_ahead_of_that() -> None:
 
 @pytest.mark.parametrize("parts", [[], [np.zeros((3, 0, 8))]])
 def test_nothing_takes_no_pages(parts: list[np.ndarray]) -> None:
-    PagePrefaulter(parts).wait()
+    PagePrefaulter(parts, ALL).wait()
 
 
 def test_what_is_written_meanwhile_stays() -> None:
@@ -66,7 +68,7 @@ def test_what_is_written_meanwhile_stays() -> None:
     rng = seeds.rng()
     places = rng.permutation(len(memory))[:20_000]
     values = rng.integers(1, 256, len(places), np.uint8)
-    taker = PagePrefaulter([memory[: 20 * PIECE], memory[20 * PIECE :]])
+    taker = PagePrefaulter([memory[: 20 * PIECE], memory[20 * PIECE :]], ALL)
     memory[places] = values
     taker.wait()
     assert np.array_equal(memory[places], values)
@@ -75,13 +77,22 @@ def test_what_is_written_meanwhile_stays() -> None:
 
 
 def test_it_lets_go_of_memory_when_stopped_and_when_done() -> None:
-    for end, ahead_bytes in ((PagePrefaulter.stop, None), (PagePrefaulter.wait, None), (PagePrefaulter.stop, PIECE)):
+    for end, ahead_bytes in ((PagePrefaulter.stop, ALL), (PagePrefaulter.wait, ALL), (PagePrefaulter.stop, PIECE)):
         memory = untouched(10 * PIECE)
         held = weakref.ref(memory)
         taker = PagePrefaulter([memory], ahead_bytes)
         end(taker)
         del memory
         assert held() is None
+
+
+def test_what_waits_for_use_keeps_no_memory_alive() -> None:
+    memory = untouched(10 * PIECE)
+    held = weakref.ref(memory)
+    taker = PagePrefaulter([memory], PIECE)
+    taker.wait()
+    del memory, taker
+    assert held() is None
 
 
 def test_all_pages_come_now() -> None:
@@ -101,7 +112,7 @@ def test_a_system_that_takes_none_ahead_has_them_written_to(monkeypatch: pytest.
 
     monkeypatch.setattr(prefault, "_take", refuse)
     memory = untouched(5 * PIECE)
-    PagePrefaulter([memory[:PIECE], memory[PIECE:]])
+    PagePrefaulter([memory[:PIECE], memory[PIECE:]], ALL)
     assert num_absent_pages(memory) == 0
     memory = untouched(5 * PIECE)
     prefault_pages(memory)
@@ -117,9 +128,9 @@ def test_no_memory_is_an_error_at_start_and_a_warning_later(
 
     monkeypatch.setattr(prefault, "_take", refuse)
     memory = untouched(5 * PIECE)
-    PagePrefaulter([memory]).wait()
+    PagePrefaulter([memory], ALL).wait()
     assert "Cannot allocate memory" in caplog.text
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        PagePrefaulter([memory, memory[PIECE:]])
+        PagePrefaulter([memory, memory[PIECE:]], ALL)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         prefault_pages(memory[PIECE:])
