@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import resource
 import shutil
 import tempfile
@@ -181,20 +180,21 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 10_000), most))
     port, admin_key, machine = free_port(), new_key(is_admin=True).value, environment()
-    with tempfile.TemporaryDirectory() as roots:
-        os.chmod(roots, 0o755)
-        with Service(serve_arguments(str(given.config), port), {ADMIN_KEY: admin_key, "LORA_PATH": roots}) as service:
-            service.wait_for("Ready after")
-            url, model = f"http://127.0.0.1:{port}", read_settings(given.config).model.name
-            projects = projects_of(f"{url}/v1", admin_key)
-            ids = {name: projects.create(name=name).id for name in ("victim", "slow bodies", "templates", "queue")}
-            keys = {name: project_key(projects, project) for name, project in ids.items()}
-            add_slow_template(url, keys["templates"], ids["templates"], Path(roots))
-            attackers = Attackers(url, model, keys)
-            endpoint = Endpoint(f"{url}/v1", default_key=keys["victim"], extra_body={"ignore_eos": True})
-            bench = Bench(attackers, endpoint, model, given.streams, given.requests)
-            bench.measure(ALONE)
-            results = rounds({case: partial(bench.measure, case) for case in bench.cases}, given.rounds)
+    with (
+        tempfile.TemporaryDirectory() as roots,
+        Service(serve_arguments(str(given.config), port), {ADMIN_KEY: admin_key, "LORA_PATH": roots}) as service,
+    ):
+        service.wait_for("Ready after")
+        url, model = f"http://127.0.0.1:{port}", read_settings(given.config).model.name
+        projects = projects_of(f"{url}/v1", admin_key)
+        ids = {name: projects.create(name=name).id for name in ("victim", "slow bodies", "templates", "queue")}
+        keys = {name: project_key(projects, project) for name, project in ids.items()}
+        add_slow_template(url, keys["templates"], ids["templates"], Path(roots))
+        attackers = Attackers(url, model, keys)
+        endpoint = Endpoint(f"{url}/v1", default_key=keys["victim"], extra_body={"ignore_eos": True})
+        bench = Bench(attackers, endpoint, model, given.streams, given.requests)
+        bench.measure(ALONE)
+        results = rounds({case: partial(bench.measure, case) for case in bench.cases}, given.rounds)
     print(
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}. {given.streams} streams, {given.requests} requests a round, {given.rounds} "

@@ -22,7 +22,7 @@ from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
-from app.deployments.ingress.serializers.generate import usage_body
+from app.deployments.ingress.serializers.generate import prompt_usage
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
@@ -165,9 +165,7 @@ async def answer(task: GenerationTask, body: EmbeddingsRequest, embeddings: Sequ
     written in a thread, one after the other.
     """
     encode = _as_base64 if body.encoding_format == "base64" else as_floats
-    usage = usage_body(task.usages)
-    counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
-    end = to_json({"model": body.model, "usage": counts})[1:]
+    end = to_json({"model": body.model, "usage": prompt_usage(task.usages)})[1:]
 
     def to_bytes() -> bytes:
         data = b",".join(

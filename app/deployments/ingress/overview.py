@@ -8,7 +8,6 @@ happens while a page is open, at most once per `STATS_AGE_S` for all pages of th
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.traffic_reporter import TrafficReporter
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
+from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
@@ -192,6 +192,7 @@ class SharedReads:
 
     def __init__(self, steady_clock: Callable[[], float]) -> None:
         self._steady_clock = steady_clock
+        self._tasks = Tasks()
         self._found: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -200,8 +201,7 @@ class SharedReads:
         found = self._found.get(key)
         if found is None or now_s - found[0] > STATS_AGE_S or (found[1].done() and found[1].exception()):
             self._found = {each: old for each, old in self._found.items() if now_s - old[0] <= STATS_AGE_S}
-            task = asyncio.get_running_loop().create_task(read(), context=contextvars.Context())  # of no request
-            found = self._found[key] = (now_s, task)
+            found = self._found[key] = (now_s, self._tasks.start(read()))
         return await asyncio.shield(found[1])
 
 

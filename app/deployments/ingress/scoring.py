@@ -13,12 +13,12 @@ import numpy as np
 from pydantic_core import to_json
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
-from app.deployments.ingress.embeddings import MAX_TEXTS, Embedder, vectors
+from app.deployments.ingress.embeddings import MAX_TEXTS, Embedder, as_floats, vectors
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.scoring import ClassifyRequest, RerankRequest, ScoreRequest
-from app.deployments.ingress.serializers.generate import usage_body
+from app.deployments.ingress.serializers.generate import prompt_usage
 from app.engine.adapters.score_head import pooling_of
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import PoolingParams
@@ -85,12 +85,9 @@ class Scorer:
 
 async def scoring_answer(task: GenerationTask, body: ScoringRequest, created_s: float) -> bytes:
     """The response body, once the engines have answered. Raises the first sequence's error."""
-    found = [np.frombuffer(one, "<f4").astype(np.float64).tolist() for one in await vectors(task)]
+    found = [as_floats(one) for one in await vectors(task)]
     outputs = [apply_activation(numbers) for numbers in found] if body.use_activation else found
-    usage = usage_body(task.usages)
-    end = {
-        "model": body.model, "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
-    }  # fmt: skip
+    end = {"model": body.model, "usage": prompt_usage(task.usages)}
     if isinstance(body, RerankRequest):
         return to_json({"id": task.request_id, **end, "results": _rank_results(body, [score for (score,) in outputs])})
     start = {"id": task.request_id, "object": "list", "created": int(created_s), **end}

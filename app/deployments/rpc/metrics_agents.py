@@ -6,7 +6,6 @@ Every process sends its metrics to the agent of its node, which offers them on a
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import http.client
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import ray
 
+from app.deployments.rpc.background_tasks import SingleFlight, Tasks
 from app.engine.errors import NotReady
 
 #: What Ray puts before the names of our metrics.
@@ -32,17 +32,14 @@ class MetricsAgents:
     def __init__(self, nodes: Callable[[], Iterable[Mapping[str, Any]]] = ray.nodes) -> None:
         self._nodes = nodes
         self._threads = ThreadPoolExecutor(MAX_THREADS, "metrics")
-        self._reading: asyncio.Task[str] | None = None
+        self._reading: SingleFlight[str, str] = SingleFlight(Tasks())
 
     async def text(self) -> str:
         """Our metrics in Prometheus's text format. Callers at the same time share one reading.
 
         Raises NotReady if no agent answers. Of one that does not, `ray_metrics_agent_up` is 0.
         """
-        if self._reading is None or self._reading.done():
-            loop = asyncio.get_running_loop()
-            self._reading = loop.create_task(self._read(), context=contextvars.Context())  # of no request
-        return await asyncio.shield(self._reading)
+        return await asyncio.shield(self._reading.task("metrics", self._read))
 
     async def _read(self) -> str:
         loop = asyncio.get_running_loop()

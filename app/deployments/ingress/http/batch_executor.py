@@ -29,12 +29,12 @@ from app.deployments.ingress.serializers.responses import response_body
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
-#: A running request, and the coroutine of its response body.
 _SCORING: Mapping[str, type[ScoringRequest]] = {
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
     "/v1/classify": ClassifyRequest,
 }
+#: A running request, and the coroutine of its response body.
 _StartedRequest: TypeAlias = tuple[GenerationTask, Coroutine[Any, Any, bytes]]
 
 

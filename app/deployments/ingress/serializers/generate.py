@@ -51,3 +51,9 @@ def usage_body(
             "rejected_prediction_tokens": sum(each.num_rejected for each in predictions.values()),
         }
     return body
+
+
+def prompt_usage(usages: Sequence[Usage | None]) -> dict[str, int]:
+    """Token counts of a request that writes nothing: embeddings, scores."""
+    usage = usage_body(usages)
+    return {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
