@@ -10,9 +10,6 @@ without a timeout in the thread that carries every transfer of this process.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import re
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
+from app.deployments.store.sources.addresses import ALLOW_PRIVATE, is_private_name, public_socket
 from app.deployments.store.sources.source_patterns import prefixes_for
 from app.deployments.store.sources.source_resolution import (
     Reserve,
@@ -35,10 +33,6 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError, UnsafeSource
 
 MAX_REDIRECTS = 5
-#: Option of `adapters.url_options` for http and https: whether names may have addresses of a private network.
-ALLOW_PRIVATE = "allow_private_addresses"
-#: Names that only a private network has. A prefix with one of these, or with an address, may be private.
-_PRIVATE_NAME = re.compile(r"[^.]+|.+\.(localhost|local|internal|lan|home\.arpa|svc)", re.IGNORECASE)
 
 
 class UrlFetcher:
@@ -122,7 +116,7 @@ class UrlFetcher:
         allowed = prefixes_for(self._prefixes, url)
         for _ in range(MAX_REDIRECTS + 1):
             options = dict(self._options.get(url.partition("://")[0], {}))
-            is_public = not (options.pop(ALLOW_PRIVATE, False) or _is_private(urlsplit(url).hostname or ""))
+            is_public = not (options.pop(ALLOW_PRIVATE, False) or is_private_name(urlsplit(url).hostname or ""))
             files = filesystem("http", **options, get_client=_public_client if is_public else _web_client)
             try:
                 files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), allow_redirects=False)
@@ -169,27 +163,7 @@ async def _public_client(**arguments: Any) -> Any:
     """The same, which connects to public addresses only."""
     from aiohttp import TCPConnector
 
-    return await _web_client(connector=TCPConnector(socket_factory=_public_socket), **arguments)
-
-
-def _public_socket(found: Any) -> socket.socket:
-    """A socket for one result of `getaddrinfo`. Raises SourceError for an address that is not public."""
-    family, kind, protocol, _, place = found
-    address = ipaddress.ip_address(place[0].partition("%")[0])
-    if not (getattr(address, "ipv4_mapped", None) or address).is_global:
-        raise SourceError(
-            f"its address {address} is not public; if that is intended, set adapters.url_options: "
-            f"{{https: {{{ALLOW_PRIVATE}: true}}}}"
-        )
-    return socket.socket(family, kind, protocol)
-
-
-def _is_private(host: str) -> bool:
-    """Whether the name itself says that the host is on a private network: an address, or a name of none other."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host)
-        return True
-    return _PRIVATE_NAME.fullmatch(host) is not None
+    return await _web_client(connector=TCPConnector(socket_factory=public_socket), **arguments)
 
 
 def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFileSystem:

@@ -14,10 +14,11 @@ import pytest
 
 from app.config import AdaptersConfig, load_config
 from app.deployments.store.adapter_reader import open_sources
+from app.deployments.store.sources.addresses import is_private_name, public_socket
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import RemoteSource, Sources
-from app.deployments.store.sources.urls import UrlFetcher, _is_private, _public_socket
+from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.adapter_tokenizer import TEXT_FILES
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
@@ -232,15 +233,15 @@ def test_a_public_name_with_a_private_address_is_refused(
 
 def test_addresses_and_names_that_are_private() -> None:
     for host in ("127.0.0.1", "10.0.0.1", "::1", "169.254.169.254", "minio", "localhost", "minio.models.svc", "a.lan"):
-        assert _is_private(host), host
+        assert is_private_name(host), host
     for host in ("example.com", "local.example.com", "localhost.example", "10.0.0.1.example"):
-        assert not _is_private(host), host
+        assert not is_private_name(host), host
     for address in ("127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "::1", "fe80::1%eth0",
                     "fd00::1", "::ffff:10.0.0.1", "::ffff:127.0.0.1"):  # fmt: skip
         with pytest.raises(SourceError, match="not public"):
-            _public_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)))
+            public_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)))
     for address in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:93.184.215.14"):
-        _public_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))).close()
+        public_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))).close()
 
 
 def test_a_card_by_url(tmp_path: Path, open_library: OpenLibrary, server: FileServer, card: AdapterCard) -> None:
