@@ -131,12 +131,13 @@ class AdaptersConfig(_Settings):
     )
     urls: tuple[str, ...] = Field(
         default=(),
-        description="URL prefixes that may be loaded from: s3://bucket/folder/, gs://..., https://host/...; {tenant} "
-        "in one is a project's id.",
+        description="URL prefixes that may be loaded from: s3://bucket/folder/, gs://..., oci://registry/..., "
+        "https://host/...; {tenant} in one is a project's id.",
     )
     url_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Arguments for fsspec by scheme, such as s3: {endpoint_url: ...}; without secrets.",
+        description="Arguments for fsspec by scheme, such as s3: {endpoint_url: ...}; without secrets. oci: "
+        "plain_http, token_hosts and allow_private_addresses (docs/how-to/load-adapters.md).",
     )
     custom_fetcher: str | None = Field(
         default=None, description="module:function that downloads URIs of other schemes."
@@ -203,11 +204,11 @@ class AdaptersConfig(_Settings):
     def _urls_are_prefixes(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             is_plain = re.fullmatch(
-                r"(s3|gs|https?)://[\w.:-]+/([\w.@+=~-]+/)*", url.replace("{tenant}", "t"), re.ASCII
+                r"(s3|gs|oci|https?)://[\w.:-]+/([\w.@+=~-]+/)*", url.replace("{tenant}", "t"), re.ASCII
             )
             if not is_plain or "/../" in url or "/./" in url:
                 raise ValueError(
-                    f"{url!r} is not s3://, gs://, http:// or https:// with a host and a path ending in '/'"
+                    f"{url!r} is not s3://, gs://, oci://, http:// or https:// with a host and a path ending in '/'"
                 )
         return urls
 

@@ -321,3 +321,8 @@ def check_source(source: str) -> None:
         raise InvalidRequest(
             f"{source[:200]!r}: a revision is missing; give one: {source[:200]}@main, or a commit", param="path"
         )
+    if source.startswith("oci://") and not {":", "@"} & set(source.rpartition("/")[2]):
+        raise InvalidRequest(
+            f"{source[:200]!r}: a tag is missing; give one: {source[:200]}:latest, or a digest, @sha256:...",
+            param="path",
+        )

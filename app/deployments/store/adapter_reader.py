@@ -19,6 +19,8 @@ from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.fetch_timeout import FetchTimeout
 from app.deployments.store.sources.hub import HubFetcher, OwnToken, no_token
+from app.deployments.store.sources.oci.credentials import docker_config_path
+from app.deployments.store.sources.oci.fetcher import OciFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import (
     Fetcher,
@@ -243,17 +245,31 @@ def open_sources(
     """URLs first, then the custom fetcher or the hub, each with a timeout. Raises ConfigError if the fetcher cannot be
     imported.
 
-    The environment may set LORA_HF_TOKEN and LORA_DOWNLOADER_PLUGIN. `reserve` reserves disk space for announced sizes;
-    a custom fetcher announces none. `base_name`: the base model's name for clients, for the fetcher. `uploads`: the
-    folder of uploaded adapters.
+    The environment may set LORA_HF_TOKEN, LORA_DOWNLOADER_PLUGIN and DOCKER_CONFIG. `reserve` reserves disk space for
+    announced sizes; a custom fetcher announces none. `base_name`: the base model's name for clients, for the fetcher.
+    `uploads`: the folder of uploaded adapters.
     """
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
     fetchers: list[Fetcher] = []
-    if config.urls:
+    registries = tuple(prefix for prefix in config.urls if prefix.startswith("oci://"))
+    urls = tuple(prefix for prefix in config.urls if prefix not in registries)
+    if registries:
+        fetchers.append(
+            OciFetcher(
+                registries,
+                options=config.url_options.get("oci", {}),
+                redirects=urls,
+                docker_config=docker_config_path(environ),
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                reserve=reserve,
+            )
+        )
+    if urls:
         fetchers.append(
             UrlFetcher(
-                config.urls,
+                urls,
                 options=config.url_options,
                 max_bytes=max_bytes,
                 timeout_s=timeout_s,

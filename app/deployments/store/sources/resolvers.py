@@ -48,6 +48,8 @@ class TemplateResolver:
     def __init__(self, template: str, roots: Sequence[Path]) -> None:
         if template.startswith("hf://") and "@" not in template:
             raise ConfigError(f"adapters.resolvers: {template!r} has no revision; write {template}@main, or a commit")
+        if template.startswith("oci://") and not {":", "@"} & set(template.rpartition("/")[2]):
+            raise ConfigError(f"adapters.resolvers: {template!r} has no tag; write {template}:latest, or another")
         self._template = template
         self._roots = roots
 

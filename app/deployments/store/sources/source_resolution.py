@@ -2,7 +2,7 @@
 
 A source is a path under the configured roots (`LocalSource`) or a URI that a fetcher accepts (`RemoteSource`); anything
 else is UnsafeSource. A download is two plain files of known names, or one card: links, folders and other files are
-refused or removed, and archives are never unpacked. The reader checks the contents.
+refused or removed, and no archive is unpacked but a registry's layers (`oci`). The reader checks the contents.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from app.engine.errors import AdapterFormatError, NotFound, UnsafeSource
 #: scheme://authority/path without user names, queries, fragments, escapes, control characters or chains.
 _PLAIN_URI = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]{0,31})://(?P<host>[\w.:-]{1,255})(?P<path>/[\w./@+=~ -]{0,2000})?", re.ASCII
+)
+#: oci://registry/repository:tag, or with @ and the digest of a manifest.
+OCI_URI = re.compile(
+    r"oci://(?P<host>[\w.-]{1,255}(:\d{1,5})?)(?P<path>/\w[\w./-]{0,254})"
+    r"(:(?P<tag>\w[\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?",
+    re.ASCII,
 )
 _UPLOAD = re.compile(UPLOADED + r"(?P<digest>[0-9a-f]{64})", re.ASCII)
 _PEFT_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
@@ -112,7 +118,7 @@ class Sources:
             if not path.is_dir():
                 raise NotFound(f"{source} is not among the uploads of this machine; upload the weights again")
             return LocalSource(source, path)
-        match = _PLAIN_URI.fullmatch(source)
+        match = _PLAIN_URI.fullmatch(source) or OCI_URI.fullmatch(source)
         if match is None or any(part in (".", "..") for part in (match["path"] or "").split("/")):
             raise UnsafeSource(
                 f"{short(source)} is not a plain URI; user names, queries, escapes, '..' and chains are refused"

@@ -1,0 +1,1 @@
+"""Adapters from OCI registries."""
