@@ -196,6 +196,7 @@ async def add_judge(service: Service, name: str = "judge", labels: int = 1) -> L
     adapter = fake_adapter(name, 8, labels=labels)
     service.fleet.adapters[adapter.card.digest] = adapter
     service.managed.store.contents[name] = adapter.card.digest
+    service.managed.store.score_heads.add(adapter.card.digest)
     await service.managed.client.load_and_wait(wanted(name, name))
     return adapter
 

@@ -114,7 +114,7 @@ class FakeStore:
     """`contents` maps a source to a digest, or to the error that reading it raises; `gates` hold readers up.
 
     `texts` maps a digest to what the adapter says about text, `invocations` to the tokens that activate it, `metadata`
-    to what its card says beside the description, as JSON.
+    to what its card says beside the description, as JSON; `score_heads` are the digests of those that score.
     """
 
     def __init__(self) -> None:
@@ -123,6 +123,7 @@ class FakeStore:
         self.texts: dict[str, str] = {}
         self.invocations: dict[str, tuple[int, ...]] = {}
         self.metadata: dict[str, str] = {}
+        self.score_heads: set[str] = set()
         self.loads: list[str] = []
         self.cached_digests: set[str] = set()
         self.pinned: list[set[str]] = []
@@ -144,7 +145,8 @@ class FakeStore:
         await asyncio.sleep(0)  # the registry service notes it before it gets the result, as from a thread
         self.cached_digests.add(found)
         uri = source if is_combination(source) or source.startswith(UPLOADED) else f"/roots/{source}"
-        facts = {"text": self.texts.get(found, ""), "metadata": self.metadata.get(found, "")}
+        facts: dict[str, Any] = {"text": self.texts.get(found, ""), "metadata": self.metadata.get(found, "")}
+        facts["has_score_head"] = found in self.score_heads
         return ReadAdapter(uri, replace(card(found), invocation_tokens=self.invocations.get(found, ()), **facts))
 
     def host(self, source: str) -> str:

@@ -19,6 +19,7 @@ from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_lo
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.scoring import ClassifyRequest, RerankRequest, ScoreRequest
 from app.deployments.ingress.serializers.generate import prompt_usage
+from app.deployments.registry.models import AUTO
 from app.engine.adapters.score_head import pooling_of
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import PoolingParams
@@ -35,6 +36,10 @@ class Scorer:
     async def task(self, body: ScoringRequest, caller: Principal, request_id: str | None = None) -> GenerationTask:
         """`request_id` is the client's own. Raises NotFound, InvalidRequest, ContextOverflow, LimitError."""
         arrival_s = self._clock()
+        if body.model == AUTO:
+            raise InvalidRequest(
+                f"model {AUTO!r} chooses an adapter that generates; name an adapter of task type SEQ_CLS", param="model"
+            )
         ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user)
         if isinstance(body, ClassifyRequest):
             prefix, token_ids = "classify", await self._embedder.text_ids(body.texts)

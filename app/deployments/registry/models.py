@@ -64,8 +64,9 @@ class CatalogEntry:
     An adapter that has not been read (REGISTERED) has no digest, and its rank and sizes are 0. `size_bytes` is its size
     in host memory, `extra_bytes` its device memory beside rank rows. `last_used_s` is set only by a query for one name,
     not in lists and published tables. `description` comes from the load request, or else from the card. `text`,
-    `invocation_tokens`, `metadata` and `is_zero` are the `AdapterCard`'s. `defaults`: what requests for this name take
-    where they say nothing, as a JSON object ("" for none); they win over the defaults of the adapter's own files.
+    `invocation_tokens`, `metadata`, `is_zero` and `has_score_head` are the `AdapterCard`'s. `defaults`: what requests
+    for this name take where they say nothing, as a JSON object ("" for none); they win over the defaults of the
+    adapter's own files.
     """
 
     ref: AdapterRef
@@ -84,6 +85,7 @@ class CatalogEntry:
     metadata: str = ""
     is_zero: bool = False
     defaults: str = ""
+    has_score_head: bool = False
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ from app.engine.adapters.extra_weights import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.modules import ENCODER_FEATURES, OUTER_MODULES, Module, layer_modules
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawAdapter, RawModule, RawTensor, content_digest
-from app.engine.adapters.score_head import check_head, check_whole, is_head
+from app.engine.adapters.score_head import check_head, check_whole, is_head, num_labels
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import LATENT_B
@@ -91,7 +91,13 @@ def build_adapter(
     check_features(
         adapter, supported_features | MAY_BE_COPIES if spec.encoder is None else supported_features & ENCODER_FEATURES
     )
-    return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec), is_zero=adapter.is_zero))
+    card = replace(
+        adapter.card,
+        extra_bytes=extra_bytes(adapter, spec),
+        is_zero=adapter.is_zero,
+        has_score_head=num_labels(adapter) > 0,
+    )
+    return replace(adapter, card=card)
 
 
 def _has_deltas_only(place: Module) -> bool:

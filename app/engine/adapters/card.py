@@ -37,7 +37,7 @@ class AdapterCard:
     JSON, "" if prompts are written as for the base. `invocation_tokens`: the adapter applies from their last occurrence
     in a prompt (activated LoRA, `invocation_start`); () for an ordinary adapter. `metadata`: a card file's free
     metadata (version, author, …) as a JSON object of strings, "" for none. `is_zero`: it changes nothing, so it is
-    the base model under another name.
+    the base model under another name. `has_score_head`: it scores texts and generates none (`score_head`).
     """
 
     digest: str
@@ -52,6 +52,7 @@ class AdapterCard:
     invocation_tokens: tuple[int, ...] = ()
     metadata: str = ""
     is_zero: bool = False
+    has_score_head: bool = False
 
 
 def invocation_start(prompt: NDArray[np.int32], invocation: Sequence[int]) -> int | None:

@@ -206,6 +206,7 @@ def test_engines_without_score_heads_refuse_the_adapter_when_it_is_read(saved: P
     adapter = read_adapter(saved / "reranker", spec, supported_features=FEATURES)
     assert adapter.features == {SCORE_HEAD}
     assert (num_labels(adapter), adapter.card.extra_bytes, adapter.card.is_zero) == (1, 0, False)
+    assert adapter.card.has_score_head
     assert num_labels(None) == 0
 
 

@@ -126,14 +126,18 @@ class RequestPreprocessor:
             return
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
-        async with self.selector.selection(question, caller, body.routing) as (decision, reservation):
-            if not decision.chosen:
-                ref = await self.resolver.resolve(None, caller)
-            elif len(decision.chosen) == 1:
-                ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
-            else:
-                ref = await self.resolver.resolve(None, caller, user=body.user, adapters=decision.adapters)
-            yield _ResolvedModel(ref, decision, reservation)
+        while True:
+            async with self.selector.selection(question, caller, body.routing) as (decision, reservation):
+                if not decision.chosen:
+                    ref = await self.resolver.resolve(None, caller)
+                elif len(decision.chosen) == 1:
+                    ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
+                else:
+                    ref = await self.resolver.resolve(None, caller, user=body.user, adapters=decision.adapters)
+                if self.selector.has_score_head(decision):
+                    continue  # one that was read only now; it is no candidate any more
+                yield _ResolvedModel(ref, decision, reservation)
+                return
 
     async def chat(
         self, body: ChatCompletionRequest, caller: Principal, request_id: str | None = None

@@ -1,7 +1,7 @@
 """Index of the embedded descriptions of adapters, with nearest-neighbour search by cosine.
 
-An adapter without a description is not a candidate. One whose description is not embedded yet is waited for, not
-skipped. Whether its weights are loaded makes no difference.
+An adapter without a description is not a candidate, nor is one with a score head: it generates no text. One whose
+description is not embedded yet is waited for, not skipped. Whether its weights are loaded makes no difference.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Candidates:
         """Apply a registry change; `entry` is None if it was removed."""
         owner_id, name = key
         owned = self._owners.setdefault(owner_id, _OwnerCandidates())
-        text = entry.description if isinstance(entry, CatalogEntry) and entry.description else None
-        if text is None:
+        text = entry.description if isinstance(entry, CatalogEntry) and not entry.has_score_head else ""
+        if not text:
             owned.remove(name)
         elif owned.texts.get(name) == text:
             owned.pending.pop(name, None)

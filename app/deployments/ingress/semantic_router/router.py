@@ -87,6 +87,11 @@ class SemanticRouter:
             chosen = self._candidates.nearest(vector, visible, partial(self._is_accessible, caller), threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
+    def has_score_head(self, decision: Decision) -> bool:
+        """Whether any chosen adapter is known to generate no text, which an adapter that is not read yet is not."""
+        entries = [self._registry.adapter(one.name, one.owner_id) for one in decision.chosen]
+        return any(entry is not None and entry.has_score_head for entry in entries)
+
     def num_tokens(self, text: str, caller: Principal) -> int:
         """The tokens that a decision costs the caller; 0 without candidates, because nothing is computed."""
         return self._embedder.num_tokens(text) if self._num_usable(_visible(caller), caller.tenant) else 0
@@ -187,6 +192,10 @@ class AdapterSelector:
     def __init__(self, router: SemanticRouter, accounting: RequestAccounting) -> None:
         self._router = router
         self._accounting = accounting
+
+    def has_score_head(self, decision: Decision) -> bool:
+        """See `SemanticRouter.has_score_head`."""
+        return self._router.has_score_head(decision)
 
     async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
         """Decide for a request that generates nothing. Raises LimitError and what `SemanticRouter.decide` raises."""

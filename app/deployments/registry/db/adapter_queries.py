@@ -34,6 +34,7 @@ def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
         source=row["source"],
         extra_bytes=row["extra_bytes"],
         is_zero=row["is_zero"],
+        has_score_head=row["has_score_head"],
         text=row["text"],
         description=row["description"],
         invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
@@ -59,6 +60,7 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
         "size_bytes": card.size_bytes + len(card.text.encode()),  # both are stored for the tenant
         "extra_bytes": card.extra_bytes,
         "is_zero": card.is_zero,
+        "has_score_head": card.has_score_head,
         "text": card.text,
         "description": card.description,
         "invocation_tokens": " ".join(map(str, card.invocation_tokens)),

@@ -27,7 +27,7 @@ from app.model_names import split_version
 metadata = MetaData()
 
 #: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 #: The type of autoincrement ids: 64 bits in every database. SQLite autoincrements only INTEGER columns.
 COUNTER = BigInteger().with_variant(Integer, "sqlite")
@@ -94,6 +94,7 @@ adapters = Table(
     Column("source", Text, nullable=False),
     Column("extra_bytes", BigInteger, nullable=False),
     Column("is_zero", Boolean, nullable=False),
+    Column("has_score_head", Boolean, nullable=False),
     Column("text", Text, nullable=False),
     Column("description", Text, nullable=False),
     Column("invocation_tokens", Text, nullable=False),

@@ -14,7 +14,7 @@ from app.engine.adapters.card import AdapterRef
 #: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text,
 #: invocation tokens, metadata, defaults.
 _HEAD = Struct("<BqqqqdddHIIIIIHI")
-_PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST, _ZERO = 1, 2, 4, 8, 16
+_PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST, _ZERO, _SCORE_HEAD = 1, 2, 4, 8, 16, 32
 #: Texts that are not valid UTF-8 survive packing too.
 _ERRORS = "surrogatepass"
 
@@ -30,7 +30,7 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     defaults = entry.defaults.encode(errors=_ERRORS)
     flags = (
         _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same
-        | _HEX_DIGEST * is_hex | _ZERO * entry.is_zero
+        | _HEX_DIGEST * is_hex | _ZERO * entry.is_zero | _SCORE_HEAD * entry.has_score_head
     )  # fmt: skip
     header = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
@@ -80,6 +80,7 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
         metadata=packed[metadata_at:defaults_at].decode(errors=_ERRORS),
         defaults=packed[defaults_at:description_at].decode(errors=_ERRORS),
         is_zero=bool(flags & _ZERO),
+        has_score_head=bool(flags & _SCORE_HEAD),
     )
 
 

@@ -206,7 +206,7 @@ def _values(item: Registration, old: Any, who: str) -> dict[str, Any] | None:
     return values | {
         "state": State.REGISTERED, "uri": item.source, "owner": who if before is None else before["owner"],
         "digest": "", "text": "", "max_rank": 0, "size_bytes": 0, "extra_bytes": 0, "is_zero": False,
-        "pinned": False, "invocation_tokens": "", "metadata": "",
+        "has_score_head": False, "pinned": False, "invocation_tokens": "", "metadata": "",
     }  # fmt: skip
 
 

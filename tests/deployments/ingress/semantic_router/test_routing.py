@@ -29,7 +29,7 @@ from app.deployments.tenancy.models import PUBLIC
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.errors import NotReady
-from tests.deployments.http_service import Service
+from tests.deployments.http_service import Service, add_judge
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
 from tests.deployments.ingress.http.test_limits import engines, used
 from tests.deployments.managed import wanted
@@ -327,6 +327,60 @@ async def test_one_that_was_not_read_may_win_and_is_read_then(described: Service
     assert answer.status_code == 200, answer.text
     assert answer.headers["X-Polylora-Adapter"] == "two@1"
     assert (await http.get("/v1/loras/two")).json()["state"] == "LOADED"
+
+
+async def test_one_that_scores_is_not_chosen(described: Service, http: httpx.AsyncClient) -> None:
+    """It generates no text, so its answer would be an error."""
+    await register(http, "two", "knows some law")
+    await add_judge(described)
+    assert (await http.patch("/v1/loras/judge", json={"description": "law law"})).status_code == 200
+    explained = await http.post("/v1/route", json={"prompt": "law?", "routing": {"top_k": 2, "threshold": 0.1}})
+    assert [one["name"] for one in explained.json()["adapters"]] == ["two"]
+    assert explained.json()["num_candidates"] == 1
+    answer = await http.post("/v1/completions", json={"model": "auto", "prompt": "law?", "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Polylora-Adapter"] == "two@1"
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+async def test_one_that_turns_out_to_score_gives_way_to_the_next(
+    described: Service, http: httpx.AsyncClient, top_k: int
+) -> None:
+    """What was registered only is read when it is chosen, and its head is seen then."""
+    await register(http, "two", "knows some law")
+    adapter = fake_adapter("judge", 8, labels=1)
+    described.fleet.adapters[adapter.card.digest] = adapter
+    described.managed.store.contents["judge"] = adapter.card.digest
+    described.managed.store.score_heads.add(adapter.card.digest)
+    body = {"name": "judge", "path": "judge", "description": "law law", "lazy": True}
+    assert (await http.post("/v1/loras", json=body)).json()["state"] == "REGISTERED"
+    routing = {"top_k": top_k, "threshold": 0.1}
+    explained = await http.post("/v1/route", json={"prompt": "law?", "routing": routing})
+    assert [one["name"] for one in explained.json()["adapters"]] == ["judge", "two"][:top_k]
+    answer = await http.post(
+        "/v1/completions", json={"model": "auto", "prompt": "law?", "max_tokens": 2, "routing": routing}
+    )
+    assert answer.status_code == 200, answer.text
+    assert [one["name"] for one in answer.json()["routing"]["adapters"]] == ["two"]
+    assert answer.headers["X-Polylora-Adapter"] == "two@1"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/score", {"text_1": "law", "text_2": "sql"}),
+        ("/v1/rerank", {"query": "law", "documents": ["sql"]}),
+        ("/v1/classify", {"input": "law"}),
+    ],
+)
+async def test_scores_come_from_a_named_adapter(
+    described: Service, http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    await register(http, "two", "knows the law")
+    answer = await http.post(path, json=body | {"model": "auto"})
+    assert answer.status_code == 400, answer.text
+    assert "name an adapter of task type SEQ_CLS" in answer.json()["error"]["message"]
+    assert described._router._embedder.asked == [], "nothing was chosen"  # type: ignore[attr-defined]
 
 
 async def test_several_are_combined_by_their_scores(described: Service, http: httpx.AsyncClient) -> None:
