@@ -22,9 +22,11 @@ from app.deployments.rpc.ray_private import check_ray_token
 MAX_ENGINE_CALLS = 1000
 #: Open HTTP requests per ingress, including waiting ones.
 MAX_INGRESS_CALLS = 2000
-#: Fractions of Ray's CPU count. They only bound how many replicas start on a machine: one engine and one ingress per
+#: Fractions of Ray's CPU count. They only bound how many replicas start on a machine: one engine and two ingresses per
 #: core.
-ENGINE_CPUS, INGRESS_CPUS = 0.9, 0.1
+ENGINE_CPUS, INGRESS_CPUS = 0.9, 0.05
+#: HAProxy sends the requests of a lost ingress to the other one.
+NUM_INGRESSES = 2
 #: How long a draining engine replica may finish its streams; unfinished ones move to other replicas.
 DRAIN_TIMEOUT_S = 120.0
 #: A draining ingress may finish everything it has accepted, because only it has the connections: this much longer than
@@ -53,7 +55,7 @@ def build(args: dict[str, Any]) -> Application:
     )(EngineReplica)
     ingress = serve.deployment(
         name="Ingress",
-        num_replicas=1,
+        num_replicas=NUM_INGRESSES,
         max_ongoing_requests=MAX_INGRESS_CALLS,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=config.limits.request_timeout_s + INGRESS_DRAIN_MARGIN_S,

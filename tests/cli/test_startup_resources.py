@@ -11,7 +11,7 @@ from app.engine.errors import EngineFailure
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
-    from app.main import ENGINE_CPUS, INGRESS_CPUS
+    from app.main import ENGINE_CPUS, INGRESS_CPUS, NUM_INGRESSES
 
 NODE, OTHER = "n1", "n2"
 
@@ -59,11 +59,11 @@ def test_what_fits_on_some_machine_is_only_starting() -> None:
     assert told({NODE: {"CPU": 2.0}}) is None
 
 
-def test_an_engine_and_an_ingress_fit_on_every_core() -> None:
+def test_an_engine_and_two_ingresses_fit_on_every_core() -> None:
     """Ray's sums of tenths are exact; those of floats are not."""
     for num_cores in range(1, 65):
         placed = [replica("EngineReplica", NODE, CPU=ENGINE_CPUS) for _ in range(num_cores)]
-        placed += [replica("Ingress", NODE, CPU=INGRESS_CPUS) for _ in range(num_cores - 1)]
+        placed += [replica("Ingress", NODE, CPU=INGRESS_CPUS) for _ in range(NUM_INGRESSES * num_cores - 1)]
         machine = {NODE: {"CPU": float(num_cores)}}
         last = replica("Ingress", None, CPU=INGRESS_CPUS)
         assert told(machine, *placed, last) is None
