@@ -20,7 +20,9 @@ import asyncio
 import contextlib
 import resource
 import shutil
+import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -124,7 +126,10 @@ class Bench:
         self.cases = {ALONE: [], **{f"beside {name}": [name] for name in names}, "beside all three": names}
 
     def measure(self, case: str) -> float:
-        return asyncio.run(self._measure(self.cases[case]))
+        started = time.monotonic()
+        value = asyncio.run(self._measure(self.cases[case]))
+        print(f"{case}: {value * 1e3:.0f} ms, after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        return value
 
     async def _measure(self, names: list[str]) -> float:
         running = [asyncio.ensure_future(self._attackers.by_name[name]()) for name in names]
