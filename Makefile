@@ -66,6 +66,10 @@ test-vllm: vllm
 
 vllm: $(VENV)/.installed-vllm
 
+# Two hours; MINUTES=10 for less.
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m load_tests.soak --minutes $(or $(MINUTES),120)
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -53,11 +53,12 @@ class Cut(Exception):
         self.text = text
 
 
-async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> str:
+async def ask(http: httpx.AsyncClient, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> str:
     """The text of an answer, read as it comes. Raises Cut, and RuntimeError with what the service says."""
     text, is_over = "", False
     try:
-        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        url, streamed = "/v1/completions", {**body, "stream": True}
+        async with http.stream("POST", url, json=streamed, headers=dict(headers or {})) as answer:
             if answer.status_code != 200:
                 said = (await answer.aread()).decode(errors="replace")
                 if answer.status_code >= 500 and (not said.startswith("{") or BALANCER_SAYS in said):
