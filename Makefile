@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve fetch install test test-nightly test-browser test-vllm vllm lint docs clean
+.PHONY: serve fetch install test test-nightly test-browser test-vllm vllm soak lint docs clean
 
 # A configuration with a section `cuda:` or `xla:` needs the packages of that engine.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))

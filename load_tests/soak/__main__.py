@@ -32,7 +32,6 @@ from app.deployments.tenancy.auth.key_crypto import new_key
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
 from app.engine.request import SamplingParams
-from app.main import NUM_INGRESSES
 from load_tests.chaos.__main__ import staged_files
 from load_tests.http.bench_adversary import project_key, projects_of
 from load_tests.service import Service, free_port, serve_arguments
@@ -161,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths = save_adapters(folder, options.adapters)
         expected = answers(folder / "model", paths)
         document = tiny_document(port, folder, ENGINE)
-        document["applications"][0]["deployments"][0]["num_replicas"] = NUM_INGRESSES
+        document["applications"][0]["deployments"][0]["num_replicas"] = 2
         settings = folder / "serve.yaml"
         settings.write_text(yaml.safe_dump(document))
         environment = {ADMIN_KEY: admin_key, SECRETS_KEY: secrets.token_hex(32)}

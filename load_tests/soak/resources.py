@@ -46,7 +46,7 @@ class Resources:
                     }
                     for kind, value in values.items():
                         found[f"{role}: {kind}"] = found.get(f"{role}: {kind}", 0) + value
-        found["database rows"] = sum(count_rows(path) for path in self._folder.rglob("*.db"))
+        found["database rows"] = sum(count_rows(path) for path in self._folder.rglob("*.sqlite"))
         found["temporary files"] = sum(path.is_file() for path in self._folder.rglob("staging/**/*"))
         self.times_s.append(time.monotonic() - self._began_s)
         for name, value in found.items():
