@@ -39,7 +39,7 @@ class Resources:
             for pid in pids:
                 with suppress(FileNotFoundError, ProcessLookupError):
                     status = Path(f"/proc/{pid}/status").read_text()
-                    values = {
+                    values: dict[str, float] = {
                         "memory kB": _pss_kb(pid),
                         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
                         "threads": int(status.partition("Threads:")[2].split()[0]),
