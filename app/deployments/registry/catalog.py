@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
 
-from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.db.adapter_queries import card_values, entry_of, merged_settings, next_generation, ref_of
 from app.deployments.registry.db.database import Database
@@ -85,7 +84,6 @@ class Catalog:
         """
         name, tenant_id, who = request.name, request.tenant_id, request.who
         self.pin_limits.alone.check(name, card.max_rank, card.extra_bytes)
-        description = card.description[:MAX_DESCRIPTION_CHARS] if request.description is None else request.description
         with self._database.write() as connection:
             if job is not None:
                 check_turn(connection, self._base, job)
@@ -104,8 +102,7 @@ class Catalog:
                 "registered_s": self._database.clock(),
                 "revision": self._database.next_revision(connection),
                 **card_values(card),
-                "description": description,
-                **merged_settings(old, request),
+                **merged_settings(old, request, card),
             }
             entry = self._write(connection, tenant_id, name, values, is_new=old is None)
             if old is None or entry.ref.generation != old["generation"]:

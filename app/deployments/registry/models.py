@@ -121,7 +121,7 @@ class Registration:
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """A request to load a name. `pinned`, `traffic_weight` and `defaults` None: as before; `description` None: from the
-    adapter's card.
+    adapter's card, or as before if that has none.
     """
 
     tenant_id: str

@@ -18,13 +18,13 @@ from sqlalchemy import text
 
 from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.db import adapter_queries
-from app.deployments.registry.models import CatalogEntry, State
+from app.deployments.registry.models import CatalogEntry, LoadRequest, State
 from app.deployments.registry.pins import EngineCapacity, PinLimits
 from app.deployments.registry.registry import Registry
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 from tests.budgets import examples
-from tests.deployments.managed import ADA, MINE, register
+from tests.deployments.managed import ADA, MINE, card, register
 
 
 def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
@@ -127,6 +127,19 @@ def test_pins_and_weights_last_until_the_name_is_removed(
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("bob", False, 1.0)
     with pytest.raises(NotFound, match="'absent'"):
         registry.catalog.configure("absent", pinned=True, **ADA)
+
+
+def test_a_description_stays_with_new_contents_that_have_none(registry: Registry) -> None:
+    assert add(registry, "sql", description="its card's").description == "its card's"
+    assert registry.catalog.configure("sql", description="an operator's", **ADA).description == "an operator's"
+    assert add(registry, "sql", "trained again").description == "an operator's"
+    assert add(registry, "sql", "described", description="another card's").description == "another card's"
+    request = LoadRequest("default", "sql", "/sql", "ada", description="")
+    assert registry.catalog.register(request, "/sql", card("described")).description == "", "as requested"
+    registry.catalog.configure("sql", description="an operator's", **ADA)
+    _, leaving, _ = registry.catalog.begin_unload("sql", **ADA)
+    registry.catalog.finish_unload(leaving)
+    assert add(registry, "sql").description == "", "an unloaded name begins anew"
 
 
 def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:

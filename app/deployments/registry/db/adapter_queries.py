@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, select
 
+from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.registry.db.tables import adapters
 from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import LIVE_STATES, CatalogEntry, LoadRequest, State
@@ -68,16 +69,18 @@ def card_values(card: AdapterCard) -> dict[str, Any]:
     }
 
 
-def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest) -> dict[str, Any]:
-    """A name's owner, pin, weight and generation defaults after a load: as requested, else as before while the name was
-    in service, else as for a new name.
+def merged_settings(old: Mapping[Any, Any] | None, request: LoadRequest, card: AdapterCard) -> dict[str, Any]:
+    """A name's owner, pin, weight, description and generation defaults after a load: as requested, else as before while
+    the name was in service, else as for a new name. A description of the card comes before the present one.
     """
     before: Mapping[Any, Any] = {} if old is None or old["state"] not in LIVE_STATES else old
     pinned, traffic_weight = request.pinned, request.traffic_weight
+    description = card.description[:MAX_DESCRIPTION_CHARS] or before.get("description", "")
     return {
         "owner": before.get("owner", request.who),
         "pinned": before.get("pinned", False) if pinned is None else pinned,
         "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
+        "description": description if request.description is None else request.description,
         "defaults": before.get("defaults", "") if request.defaults is None else request.defaults,
     }
 

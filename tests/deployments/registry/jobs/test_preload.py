@@ -146,6 +146,6 @@ async def test_what_others_loaded_or_unloaded_is_not_described(service: Service)
     await service.managed.client.begin_unload("gone", **ADA)
     await service.managed.client.load_and_wait(wanted("mine", "v1"))
     assert await service.preload(sql="v1", gone="v1", mine="v1", about="two") == []
-    assert service.description("sql") == ""
+    assert service.description("sql") == "one", "as it was before the other contents, which have none"
     assert service.description("mine") == ""
     assert service.meaning("gone") is None
