@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
-from app.cli.ray_env import user_folder
+from app.cli.ray_env import ONE_MACHINE_SWITCHES, user_folder
 from app.cli.startup import replica_counts
 from app.engine.errors import PolyloraError
 from app.redaction import escape_control_chars
@@ -87,6 +87,9 @@ def _applications() -> Mapping[str, Any]:
     if (Path.home() / ".ray" / "auth_token").is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_TMPDIR", str(user_folder()))  # where `polylora serve` has its cluster's address
+    if not os.environ.get("RAY_ADDRESS"):
+        for name, value, _ in ONE_MACHINE_SWITCHES:  # which `polylora serve` sets: Ray listens on 127.0.0.1 only
+            os.environ.setdefault(name, value)
     import ray
     from ray import serve
 

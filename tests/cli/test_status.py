@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
@@ -19,6 +21,7 @@ from app.cli import doctor
 from app.cli import status as status_command
 from app.cli.doctor import memory_lines
 from app.cli.main import main
+from app.cli.ray_env import ONE_MACHINE_SWITCHES
 from app.cli.status import ray_lines, status_lines
 from app.config import AppConfig
 from app.engine.errors import ConfigError, PolyloraError
@@ -135,6 +138,24 @@ def test_a_service_that_does_not_answer_is_asked_for_through_ray(
     monkeypatch.setattr(status_command, "_applications", none)
     assert main(["status", "--url", url]) == 1
     assert "is the service running?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
+def test_ray_is_asked_where_a_service_of_this_machine_started_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would replace 127.0.0.1 by the machine's address, where `polylora serve` lets nothing of Ray listen."""
+    asked: list[dict[str, str]] = []
+    (switch, value, _), *_ = ONE_MACHINE_SWITCHES
+    serve = SimpleNamespace(status=lambda: SimpleNamespace(applications={}))
+    ray = SimpleNamespace(init=lambda *_, **__: asked.append(dict(os.environ)), shutdown=lambda: None, serve=serve)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for name in (switch, "RAY_TMPDIR", "RAY_AUTH_MODE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert status_command._applications() == {}
+    (environment,) = asked
+    assert environment.get(switch) == (None if address else value)
+    assert environment["RAY_TMPDIR"]
 
 
 def test_what_an_engine_takes_of_memory() -> None:
