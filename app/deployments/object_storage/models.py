@@ -121,9 +121,9 @@ class BatchPage(NamedTuple):
     has_more: bool
 
 
-def not_found_error(what: str, id_: str) -> NotFound:
+def not_found_error(what: str, id_: str, way_out: str = "") -> NotFound:
     """Without the key that a client may have sent as an id: Ray stores and shows what an actor raises."""
-    return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}")
+    return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}{way_out}")
 
 
 def unsupported_purpose_error(purpose: str) -> InvalidRequest:

@@ -11,6 +11,9 @@ from app.deployments.object_storage.models import StoredResponse, not_found_erro
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import responses
 
+#: What the error for a missing response adds: with OpenAI a response is stored unless its request says no.
+_WAY_OUT = "; a response is stored if its request has store: true"
+
 
 class ResponseStore:
     """Every call is one transaction. Raises NotFound for what the tenant does not have."""
@@ -68,7 +71,7 @@ class ResponseStore:
         query = select(responses).where(*self._mine(tenant_id), present, responses.c.id == response_id)
         row = connection.execute(query).mappings().first()
         if row is None:
-            raise not_found_error("response", response_id)
+            raise not_found_error("response", response_id, _WAY_OUT)
         return StoredResponse(row["id"], row["items"], row["body"])
 
     def _mine(self, tenant_id: str) -> tuple[ColumnElement[bool], ...]:

@@ -142,5 +142,7 @@ async def test_a_project_s_responses_are_its_own(org: Org) -> None:
     for method, where, what in asks:
         answer = await org.ask("bob", method, where, **what)
         assert answer.status_code == 404
-        assert answer.json()["error"]["message"] == f"there is no response {response_id!r}"
+        assert answer.json()["error"]["message"] == (
+            f"there is no response {response_id!r}; a response is stored if its request has store: true"
+        )
     assert (await org.ask("ada", "DELETE", path)).status_code == 200
