@@ -2,8 +2,9 @@
 
     RAY_AUTH_MODE=token RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 python examples/ray_job.py "the quick brown fox" [adapter]
 
-So it finds what `polylora serve` started on this machine. In a cluster of `ray start` run it on one of its machines, without the
-second variable. It generates once, for a list, and as a stream; with an adapter's name it uses that adapter.
+So it finds what `polylora serve` started on this machine. In a cluster of `ray start` run it on one of its machines,
+without the second variable. It generates once, for a list, and as a stream; with an adapter's name it uses that
+adapter.
 """
 
 from __future__ import annotations
