@@ -141,6 +141,7 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "size_bytes": 1 << 20,
         "extra_bytes": 0,
         "is_zero": False,
+        "has_score_head": False,
         "pinned": False,
         "traffic_weight": 1.0,
         "registered_s": time.time(),
