@@ -113,7 +113,7 @@ class RegistryClient:
                 if 300 <= answer.status < 400:
                     num_redirects += 1
                     if num_redirects > max_redirects:
-                        raise SourceError(f"{url} redirects, which may happen {max_redirects} times")
+                        raise SourceError(f"{_without_query(url)} redirects, which may happen {max_redirects} times")
                     url = self._redirect_target(url, answer.headers.get("Location", ""))
                     continue
                 await self._check(answer)
@@ -139,7 +139,8 @@ class RegistryClient:
         )
         if target is None or not is_allowed or ".." in unquote(target.path).split("/"):
             raise UnsafeSource(
-                f"{url} redirects to {short(location)}: neither https nor below a prefix of adapters.urls"
+                f"{_without_query(url)} redirects to {_without_query(location)}: neither https nor below a prefix of "
+                "adapters.urls"
             )
         return target
 
@@ -210,6 +211,11 @@ def _origin(url: URL) -> tuple[str, str | None, int | None]:
 def _authority(url: URL) -> str:
     """`host`, or `host:port` if the port is not the scheme's."""
     return url.host or "" if url.is_default_port() else f"{url.host}:{url.port}"
+
+
+def _without_query(url: URL | str) -> str:
+    """Without its query, which signs a request to a store."""
+    return short(str(url).partition("?")[0])
 
 
 def _session(connector: TCPConnector) -> ClientSession:
