@@ -19,6 +19,8 @@ from app.config import ADMIN_KEY, MANAGEMENT_TOKEN
 from app.engine.errors import PolyloraError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+#: The route that runs models and so takes no admin key.
+INFERENCE_ROUTE = "/v1/chat/completions"
 #: Longest wait for one answer: a load may include a download.
 TIMEOUT_S = 600.0
 
@@ -72,8 +74,7 @@ class ApiClient:
                 yield answer
         except urllib.error.HTTPError as error:
             with error:
-                way_out = f"; set {ADMIN_KEY} to an admin key" if error.code == 401 else ""
-                raise ApiError(_error_message(error) + way_out) from error
+                raise ApiError(_error_message(error) + _way_out(route, error.code)) from error
         # ValueError: not a URL, or the answer is not JSON; HTTPException: it is not HTTP, or incomplete.
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote the answer
@@ -94,6 +95,13 @@ class ApiClient:
             if not has_more:
                 return
             after = "&after=" + urllib.parse.quote(last_id, safe="")
+
+
+def _way_out(route: str, status: int) -> str:
+    """What to do about a key that is missing, wrong or, because an admin key runs no model, of the other kind."""
+    if route == INFERENCE_ROUTE:
+        return f"; set {ADMIN_KEY} to a project's key for this command" if status in (401, 403) else ""
+    return f"; set {ADMIN_KEY} to an admin key" if status == 401 else ""
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

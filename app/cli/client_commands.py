@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from app.cli.api_client import DEFAULT_URL, ApiClient
+from app.cli.api_client import DEFAULT_URL, INFERENCE_ROUTE, ApiClient
 from app.cli.status import event_line, table
 from app.engine.errors import ConfigError
 
@@ -150,12 +150,12 @@ def _chat(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]
         messages.append({"role": "user", "content": question})
         request = body | {"messages": messages}
         if arguments.json:
-            answer = service.call("POST", "/v1/chat/completions", request)
+            answer = service.call("POST", INFERENCE_ROUTE, request)
             content = answer["choices"][0]["message"]["content"] or ""
             yield Answer(answer, ())
         else:
             content = ""
-            for event in service.events("/v1/chat/completions", request | {"stream": True}):
+            for event in service.events(INFERENCE_ROUTE, request | {"stream": True}):
                 piece = event["choices"][0]["delta"].get("content") or "" if event.get("choices") else ""
                 content += piece
                 print(piece, end="", flush=True)

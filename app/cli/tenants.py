@@ -126,7 +126,8 @@ Result = tuple[Any, list[str]]
 
 def _list(service: ApiClient, _: argparse.Namespace) -> Result:
     projects = list(service.everything("/v1/organization/projects", "limit=100&include_archived=true"))
-    return projects, [f"{each['id']}  {each['status']:<8}  {each['name']}" for each in projects]
+    lines = [f"{each['id']}  {each['status']:<8}  {each['name']}" for each in projects]
+    return projects, lines or ["no projects; `polylora tenants create NAME` makes one"]
 
 
 def _create(service: ApiClient, arguments: argparse.Namespace) -> Result:
@@ -202,6 +203,8 @@ def _key(service: ApiClient, arguments: argparse.Namespace) -> Result:
 
 
 def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
+    from app.deployments.registry.models import DEFAULT_TENANT
+
     query = urllib.parse.urlencode(
         {
             "start_time": int(time.time()) - 86_400,
@@ -219,6 +222,8 @@ def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
         for bucket in answer["data"]
         for result in bucket["results"]
     ]
+    if not lines and arguments.project not in (None, DEFAULT_TENANT):
+        service.call("GET", f"/v1/tenants/{_quote(arguments.project)}")  # an error for a project that is not there
     return answer, lines or ["nothing was used"]
 
 

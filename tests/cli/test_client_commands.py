@@ -34,6 +34,7 @@ class Api:
     def __init__(self) -> None:
         self.url = ""
         self.asked: list[tuple[str, str, Any]] = []
+        self.refuses_with: int | None = None
         page = {"has_more": False, "last_id": None}
         self.answers: dict[str, Any] = {
             "GET /v1/loras": page | {"data": [LORA]},
@@ -59,6 +60,8 @@ def api() -> Iterator[Api]:
             if self.path == "/v1/chat/completions":
                 answer = {"choices": [{"message": {"content": "Hello"}}]}
                 content = (STREAM + "data: [DONE]\n\n" if body.get("stream") else json.dumps(answer)).encode()
+            if api.refuses_with is not None:
+                status, content = api.refuses_with, json.dumps({"error": {"message": "not with this key"}}).encode()
             elif content == b"null":
                 status, content = 404, json.dumps({"error": {"message": "there is no such thing"}}).encode()
             self.send_response(status)
@@ -222,6 +225,22 @@ def test_options_of_bench_are_those_of_the_load_test(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "main", given.append)
     assert main(["bench", "--url", "http://host", "--models", "sql"]) == 0
     assert given == [["--url", "http://host", "--models", "sql"]]
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "way_out"),
+    [
+        (401, ["ls"], "; set POLYLORA_ADMIN_KEY to an admin key\n"),
+        (401, ["chat", "sql", "hi"], "; set POLYLORA_ADMIN_KEY to a project's key for this command\n"),
+        (403, ["chat", "sql", "hi"], "; set POLYLORA_ADMIN_KEY to a project's key for this command\n"),
+        (403, ["ls"], "\n"),
+    ],
+)
+def test_a_refused_key_names_the_key_that_the_command_needs(
+    run: Run, api: Api, status: int, words: list[str], way_out: str
+) -> None:
+    api.refuses_with = status
+    assert run(*words) == (1, "", f"polylora {words[0]}: not with this key{way_out}")
 
 
 def test_an_event_is_one_line_whatever_its_detail_holds() -> None:

@@ -78,6 +78,15 @@ def test_a_service_that_is_not_there_is_said_in_words(
     assert "urlopen" not in said
 
 
+async def test_a_project_that_is_not_there_has_not_used_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("list") == 0
+    assert capsys.readouterr().out == "no projects; `polylora tenants create NAME` makes one\n"
+    assert await asyncio.to_thread(main, ["usage", "--url", "http://test", "default"]) == 0
+    assert capsys.readouterr().out == "nothing was used\n"
+    assert await asyncio.to_thread(main, ["usage", "--url", "http://test", "nope"]) == 1
+    assert "there is no project 'nope'" in capsys.readouterr().err
+
+
 async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureFixture[str], service: Service) -> None:
     assert await run("create", "acme") == 0
     project_id, value = capsys.readouterr().out.split()

@@ -10,7 +10,7 @@ export default function Residency({ query }) {
   const data = map.data, count = data?.adapters.name.length ?? 0;
   const size = Number(zoom ?? (count > 800 ? 4 : count > 150 ? 9 : 20));
   const resident = data ? data.adapters.resident.filter(each => each.length).length : 0;
-  return html`<${Page} title="Residency map" lead=${data ? `${number(count)} adapters on ${data.replicas.length} replicas: ${number(resident)} on a device, ${number(data.adapters.host.filter(Boolean).length)} in host memory. Policy: ${data.policy}.` : "Reading…"}
+  return html`<${Page} title="Residency map" lead=${data ? `${number(count)} ${count === 1 ? "adapter" : "adapters"} on ${data.replicas.length} ${data.replicas.length === 1 ? "replica" : "replicas"}: ${number(resident)} on a device, ${number(data.adapters.host.filter(Boolean).length)} in host memory. Policy: ${data.policy}.` : "Reading…"}
     actions=${html`<${Curl} small=${false} call=${["GET", "/v1/residency"]} />`}>
     <${Problem} error=${map.error} />
     ${data && !count ? html`<${Card}><${Empty} title="No adapter to place">Load one, and the replica that serves it appears here.</${Empty}></${Card}>` : data && html`<${Card} flush title=${html`<div class="toolbar">
