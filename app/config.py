@@ -25,7 +25,7 @@ from app.engine.config import EngineConfig, EvictionPolicy, VllmConfig
 from app.engine.errors import ConfigError
 from app.engine.models.download import model_download
 from app.model_names import ModelId, Name
-from app.suggestions import did_you_mean, settings_at
+from app.suggestions import complaints
 
 #: Longest description of an adapter.
 MAX_DESCRIPTION_CHARS = 1000
@@ -474,8 +474,7 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
     try:
         config = AppConfig.model_validate(values)
     except ValidationError as error:
-        lines = (_complaint(item["loc"], item["type"], item["msg"]) for item in error.errors())
-        raise ConfigError("invalid service configuration; " + "; ".join(lines)) from error
+        raise ConfigError("invalid service configuration; " + complaints(error, AppConfig, "args")) from error
     roots = [_absolute(root) for root in config.adapters.roots]
     resolvers = config.adapters.resolvers
     if lora_path := environ.get("LORA_PATH"):
@@ -497,13 +496,6 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
     )
     folder = str(_absolute(config.logs.folder)) if config.logs.folder else str(state_dir / "logs")
     return config.model_copy(update={"adapters": adapters, "logs": config.logs.model_copy(update={"folder": folder})})
-
-
-def _complaint(place: tuple[int | str, ...], kind: str, message: str) -> str:
-    where = ".".join(map(str, place)) or "args"
-    if kind == "extra_forbidden":
-        return f"{where} is an unknown key{did_you_mean(str(place[-1]), settings_at(AppConfig, place[:-1]))}"
-    return f"{where}: {message}"
 
 
 def _absolute(path: str) -> Path:

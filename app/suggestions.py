@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 #: Required similarity of two words, from 0 to 1.
 _ALIKE = 0.7
@@ -96,6 +96,19 @@ def _part_score(part: str, others: Iterable[str]) -> float:
     if part in others:
         return 1.0
     return 0.75 if len(part) > _STEM and any(part[:_STEM] == other[:_STEM] for other in others) else 0.0
+
+
+def complaints(error: ValidationError, model: type[BaseModel], whole: str) -> str:
+    """What is wrong with a file that has the fields of `model`. `whole` is the place of what concerns all of it."""
+    lines = []
+    for item in error.errors():
+        *above, last = item["loc"] or (whole,)
+        where = ".".join(map(str, [*above, last]))
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where} is an unknown key{did_you_mean(str(last), settings_at(model, above))}")
+        else:
+            lines.append(f"{where}: {item['msg']}")
+    return "; ".join(lines)
 
 
 def settings_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:

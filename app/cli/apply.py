@@ -24,6 +24,7 @@ from app.cli.config_file import yaml_problem
 from app.config import TrafficWeight
 from app.engine.errors import ConfigError
 from app.model_names import Name, NameReference, split_version
+from app.suggestions import complaints
 
 DEFAULT_FILE = "configs/adapters.yaml"
 
@@ -181,8 +182,7 @@ def read_desired_state(path: Path) -> DesiredState:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     except ValidationError as error:
-        lines = (f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors())
-        raise ConfigError(f"{path}: " + "; ".join(lines)) from error
+        raise ConfigError(f"{path}: {complaints(error, DesiredState, 'file')}") from error
 
 
 def difference(

@@ -34,8 +34,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
+import app
 from app.cli.adapters import add_commands, add_config_option
 from app.cli.apply import add_apply
 from app.cli.capacity import add_capacity
@@ -152,10 +154,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    checkout = Path(app.__file__).parents[1]
+    if not (checkout / "load_tests").is_dir():
+        raise ConfigError("bench needs the folder load_tests; install polylora from a checkout (pip install -e .)")
+    sys.path.append(str(checkout))  # an editable install finds the package `app` only
     try:
         from load_tests.http.run import main as run_load_test
     except ModuleNotFoundError as error:
-        raise ConfigError("bench needs the folder load_tests; run it in a checkout of this project") from error
+        raise ConfigError(f"bench needs {error.name}: pip install -e '.[test]' in {checkout}") from error
     run_load_test(arguments.options)
     return 0
 

@@ -207,7 +207,8 @@ def test_one_failure_stops_nothing_else(
     ("text", "message"),
     [
         ("adapters: [", "not valid YAML"),
-        ("adaptors: []", "adaptors"),
+        ("adaptors: []", "adaptors is an unknown key; did you mean 'adapters'"),
+        ("adapters: [{name: x, path: x, descripton: y}]", r"adapters\.0\.descripton is an unknown .*'description'"),
         ("adapters: [{name: x}]", "either path, .* or combine"),
         ("adapters: [{name: x, path: x, combine: {adapters: [{name: y}]}}]", "either path, .* or combine"),
         ("adapters: [{name: x, combine: {adapters: []}}]", r"adapters\.0\.combine\.adapters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import subprocess
 import sys
 import tomllib
@@ -137,6 +138,29 @@ def test_fetch_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     )
     assert done.stdout == "[]\n"
     assert "config.json" in done.stderr
+
+
+@pytest.mark.parametrize("has_checkout", [True, False])
+def test_bench_finds_its_programs_from_any_folder(tmp_path: Path, has_checkout: bool) -> None:
+    """The script `polylora` has not the working directory among its places; an editable install adds `app` only."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import app, app.cli.main; sys.path.pop(0)\n"
+        f"if not {has_checkout}: app.__file__ = {str(tmp_path / 'app' / '__init__.py')!r}\n"
+        "sys.exit(app.cli.main.main(['bench', '--help']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=6000,
+    )  # fmt: skip
+    if has_checkout:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "--arrivals" in done.stdout
+    else:
+        assert done.returncode == 1
+        assert done.stderr.startswith(
+            "polylora bench: bench needs the folder load_tests; install polylora from a checkout"
+        )
 
 
 def test_the_shipped_configuration_is_read() -> None:
