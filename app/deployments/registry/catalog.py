@@ -271,7 +271,7 @@ class Catalog:
         self.note_moves(moves, replica_id)
 
     def note_moves(self, moves: Sequence[Move], replica_id: str | None = None) -> None:
-        """Record an event for each name whose present or last contents moved."""
+        """Record an event for each name whose contents moved, and for unloaded names when their last contents leave."""
         if not moves:
             return
         query = select(adapters).where(
@@ -291,7 +291,7 @@ class Catalog:
                 )
                 for move in moves
                 for row in rows
-                if row["digest"] == move.digest
+                if row["digest"] == move.digest and (row["state"] in LIVE_STATES or move.leaves)
             ]
             record_events(connection, self._database, new_events)
 

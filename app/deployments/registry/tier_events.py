@@ -21,6 +21,11 @@ class Move(NamedTuple):
     digest: str
     time_s: float
 
+    @property
+    def leaves(self) -> bool:
+        """Whether the contents are gone from there."""
+        return self.event.startswith(("deleted from ", "unloaded from "))
+
 
 class TierEvents:
     """`clock` gives Unix seconds."""

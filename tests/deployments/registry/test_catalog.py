@@ -337,3 +337,18 @@ def test_moves_are_told_to_every_name(registry: Registry) -> None:
         event = registry.event_log.events(name, **MINE)[0]
         assert (event.event, event.time_s, event.digest) == ("deleted from disk", 5.0, "digest-a")
         assert event.replica_id is None
+
+
+def test_an_unloaded_name_hears_only_that_its_last_contents_leave(registry: Registry) -> None:
+    """Other names have the same contents: after a restart the unloaded one had been loaded to a device."""
+    for name in ("a", "twin"):
+        add(registry, name, "digest-a")
+    _, leaving, _ = registry.catalog.begin_unload("a", **ADA)
+    registry.catalog.finish_unload(leaving)
+    registry.catalog.note_residency("r1", ["digest-a"], [])
+    registry.catalog.note_moves([Move("fetched again", "digest-a", 5.0)])
+    heard = {name: [event.event for event in registry.event_log.events(name, **MINE)] for name in ("a", "twin")}
+    assert heard["twin"][:2] == ["fetched again", "loaded to device"]
+    assert heard["a"][0] == "removed"
+    registry.catalog.note_residency("r1", [], ["digest-a"])
+    assert registry.event_log.events("a", **MINE)[0].event == "unloaded from device"
