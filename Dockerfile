@@ -1,7 +1,7 @@
 # A service of the demo model, from Debian's packages and PyPI alone:
 #
 #     docker build -t polylora .
-#     docker run --rm -p 8000:8000 --shm-size=2g -e POLYLORA_ADMIN_KEY polylora
+#     docker run --rm -p 8000:8000 --shm-size=5g -e POLYLORA_ADMIN_KEY polylora
 #
 # Settings, adapters and state come from outside (docs/how-to/operate.md): -v ./my.yaml:/srv/polylora/configs/serve.yaml,
 # -v ./loras:/loras -e LORA_PATH=/loras, -v state:/var/lib/polylora, -v cache:/var/cache/polylora.

@@ -22,6 +22,7 @@ from app.config import AppConfig
 from app.engine.adapters.sandbox.confinement import confinement_gaps
 from app.engine.config import CpuConfig, VllmConfig
 from app.engine.errors import ConfigError, PolyloraError
+from app.engine.models.linear_modules import paged_modules
 from app.engine.models.memory_estimate import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.spec import ModelSpec
 from app.version import version
@@ -30,6 +31,8 @@ _GIB = 1 << 30
 #: Memory of one engine process besides weights, KV cache and rank rows: Python, compiled kernels, activations.
 PROCESS_BYTES = 900 << 20
 _FLOAT32 = 4
+#: The rank that adapters are counted by, and PEFT's default targets for Llama and for BERT.
+_RANK, _PEFT_TARGETS = 16, ("q_proj", "v_proj", "query", "value")
 #: Separator of the lines of one check.
 _INDENT = "\n      "
 
@@ -45,29 +48,54 @@ def add_doctor(commands: Any) -> None:
 def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> list[str]:
     """The memory of one CPU engine by purpose, and how many engines this machine has room for.
 
-    Raises ConfigError, with the same lines, if there is room for none.
+    Raises ConfigError, with the same lines, if there is no room for what an engine takes at start. KV cache and rank
+    rows are taken as they are used.
     """
     engine = settings.engine
     blocks, rows = engine.num_kv_blocks, engine.lora_pool_rows
     kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
     kv = {} if spec.encoder else {kv_name: blocks * kv_block_bytes(spec, engine.block_size, _FLOAT32)}
-    parts = {
+    at_start = {
         "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
-        **kv,
-        f"rank rows: engine.lora_pool_rows {rows}, at least {rows // 16} adapters of rank 16 at a time": rows
-        * rank_row_bytes(spec, _FLOAT32),
         "the process itself": PROCESS_BYTES,
     }
-    total = sum(parts.values())
+    as_used = {**kv, f"rank rows: engine.lora_pool_rows {rows}": rows * rank_row_bytes(spec, _FLOAT32)}
+    start_bytes = sum(at_start.values())
+    total = start_bytes + sum(as_used.values())
     fits = available_bytes // total
     lines = [
-        f"one engine of {spec.name} takes up to {_size(total)}:",
-        *(f"  {_size(size):>9}  {what}" for what, size in parts.items()),
+        f"one engine of {spec.name} takes {_size(start_bytes)} at start, and up to {_size(total)} as it is used:",
+        *(f"  {_size(size):>9}  {what}" for what, size in (at_start | as_used).items()),
         f"{_size(available_bytes)} of memory are available: room for {fits} such engine{'' if fits == 1 else 's'}",
     ]
     if not fits:
-        way_out = "lower engine.num_kv_blocks or engine.lora_pool_rows"
-        raise ConfigError(_INDENT.join([*lines, way_out]))
+        lines.append("lower engine.num_kv_blocks or engine.lora_pool_rows, or the machine may run out of memory")
+    if available_bytes < start_bytes:
+        raise ConfigError(_INDENT.join(lines))
+    return lines
+
+
+def adapter_lines(spec: ModelSpec, settings: AppConfig) -> list[str]:
+    """How many adapters of rank 16 are resident at once on the device and in host memory: on all modules of the layers,
+    and on those that PEFT chooses by default.
+    """
+    engine, host_bytes = settings.engine, settings.adapters.host_cache_bytes
+    row_bytes = rank_row_bytes(spec, 1)
+    some_bytes = rank_row_bytes(spec, 1, _PEFT_TARGETS)
+    in_pool = engine.lora_pool_rows // _next_power_of_two(max(_RANK, engine.rank_alignment))
+    in_pool = in_pool if engine.max_rank >= _RANK else 0
+    all_modules = f"all modules of the layers{' but experts' if paged_modules(spec) else ''}"
+    lines = [
+        f"adapters of rank {_RANK} on the device (engine.lora_pool_rows, max_loras): at least "
+        f"{min(in_pool, engine.max_loras - 1)} at a time"
+    ]
+    if row_bytes:
+        lines.append(
+            f"in host memory (adapters.host_cache_bytes {_size(host_bytes)}): {host_bytes // (_RANK * 2 * row_bytes)} "
+            f"saved in bfloat16 on {all_modules}"
+            + (f", {host_bytes // (_RANK * 2 * some_bytes)} on queries and values alone" if some_bytes else "")
+            + "; half as many in float32"
+        )
     return lines
 
 
@@ -143,8 +171,9 @@ def _model(settings: AppConfig) -> str:
     check_cache()
     spec = check_model(settings, resolve_model(settings.model.uri))
     if not isinstance(settings.engine.device, CpuConfig):
-        return f"{spec.name} is readable{_on_devices(spec, settings)}; whether it fits shows when the engine starts"
-    return _INDENT.join(memory_lines(spec, settings, _available_bytes()))
+        fits = f"{spec.name} is readable{_on_devices(spec, settings)}; whether it fits shows when the engine starts"
+        return _INDENT.join([fits, *adapter_lines(spec, settings)])
+    return _INDENT.join([*memory_lines(spec, settings, _available_bytes()), *adapter_lines(spec, settings)])
 
 
 def _on_devices(spec: ModelSpec, settings: AppConfig) -> str:
@@ -168,6 +197,10 @@ def _available_bytes() -> int:
         line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _size(num_bytes: int) -> str:

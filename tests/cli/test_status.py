@@ -19,15 +19,21 @@ import pytest
 
 from app.cli import doctor
 from app.cli import status as status_command
-from app.cli.doctor import memory_lines
+from app.cli.config_file import read_settings
+from app.cli.doctor import adapter_lines, memory_lines
 from app.cli.main import main
 from app.cli.ray_env import ONE_MACHINE_SWITCHES
 from app.cli.status import ray_lines, status_lines
 from app.config import AppConfig
+from app.engine.adapters.formats.peft import read_peft
 from app.engine.errors import ConfigError, PolyloraError
-from app.engine.models.spec import EncoderSpec
+from app.engine.models.linear_modules import DENSE_TARGETS
+from app.engine.models.spec import EncoderSpec, LayerSpec, MlpSpec
 from load_tests.service import free_port
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.fakes import fake_spec
+
+ROOT = Path(__file__).parents[2]
 
 STATUS: dict[str, Any] = {
     "version": "0.1.0",
@@ -163,16 +169,47 @@ def test_what_an_engine_takes_of_memory() -> None:
     lines = memory_lines(spec, settings, 10 << 30)
     assert lines[-1] == f"10.00 GiB of memory are available: room for {(10 << 30) // _total(lines)} such engines"
     assert any("num_kv_blocks 64, 1024 tokens at a time" in line for line in lines)
-    assert any("lora_pool_rows 32, at least 2 adapters of rank 16 at a time" in line for line in lines)
+    assert any("rank rows: engine.lora_pool_rows 32" in line for line in lines)
     encoder = replace(spec, encoder=EncoderSpec(512, 0, 2))
     assert not any("KV cache" in line for line in memory_lines(encoder, settings, 10 << 30)), "an encoder has none"
+    large = AppConfig.model_validate({"engine": {"num_kv_blocks": 1 << 22}})  # 2 GiB, taken as they are used
+    assert "lower engine.num_kv_blocks" in memory_lines(spec, large, 1 << 30)[-1]
+    assert "room for 1 such engine" in memory_lines(spec, large, 4 << 30)[-1]
     with pytest.raises(ConfigError, match=r"(?s)room for 0 such engines\n +lower engine.num_kv_blocks"):
         memory_lines(spec, settings, 0)
 
 
+@pytest.mark.parametrize("targets", [DENSE_TARGETS, ("q_proj", "v_proj")])
+def test_how_many_adapters_there_is_room_for(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    spec = tiny_spec()
+    write_peft(tmp_path, peft_config(16, targets), peft_tensors(random_arrays(spec, 16, targets)))
+    size_bytes = read_peft(tmp_path, spec).card.size_bytes // 2  # in bfloat16
+    engine = {"lora_pool_rows": 1024, "max_loras": 256}
+    adapters = {"host_cache_bytes": 100 * size_bytes + (1 << 20)}
+    settings = AppConfig.model_validate({"engine": engine, "adapters": adapters})
+    on_device, on_host = adapter_lines(spec, settings)
+    assert on_device.endswith("at least 64 at a time")
+    number = settings.adapters.host_cache_bytes // size_bytes
+    assert f"{number} {'saved in bfloat16 on all modules' if targets == DENSE_TARGETS else 'on queries'}" in on_host
+    few = AppConfig.model_validate({"engine": engine | {"max_loras": 8}})
+    assert adapter_lines(spec, few)[0].endswith("at least 7 at a time"), "one of the slots is the base's"
+    small = AppConfig.model_validate({"engine": {"lora_pool_rows": 8}})
+    assert adapter_lines(spec, small)[0].endswith("at least 0 at a time")
+
+
+def test_the_default_service_holds_hundreds_on_the_device_and_thousands_on_the_host() -> None:
+    fake = fake_spec()
+    attention = replace(fake.layers[0].attention, num_heads=9, num_kv_heads=3, head_dim=64)
+    spec = replace(fake, hidden_size=576, layers=(LayerSpec(attention, MlpSpec(1536)),) * 30)  # SmolLM2-135M
+    settings = read_settings(ROOT / "configs" / "serve.yaml")
+    on_device, on_host = adapter_lines(spec, settings)
+    assert "at least 255 at a time" in on_device
+    assert "2330 on queries and values alone" in on_host
+
+
 def _total(lines: list[str]) -> int:
     """What stands in the first line, in bytes, to two digits: enough where the process itself takes nearly all."""
-    return round(float(lines[0].split()[-2]) * (1 << 30))
+    return round(float(lines[0].partition("up to ")[2].split()[0]) * (1 << 30))
 
 
 def test_the_doctor_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,4 +284,5 @@ def test_the_doctor_says_what_this_machine_could_hold(
     assert main(["doctor", "--config", str(tmp_path / "c.yaml")]) == 0
     said = capsys.readouterr().out
     assert "FAIL" not in said
-    assert "one engine of smollm2-135m-instruct takes up to" in said
+    assert "one engine of smollm2-135m-instruct takes 1.38 GiB at start, and up to" in said
+    assert "adapters of rank 16 on the device" in said

@@ -5,6 +5,7 @@ alignment) are not included.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import AttentionSpec, ModelSpec
@@ -22,11 +23,14 @@ def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
     return width * block_size * element_bytes
 
 
-def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """One rank row of every module in the shared LoRA tables: a row of a and a row of b."""
+def rank_row_bytes(spec: ModelSpec, element_bytes: int, targets: Sequence[str] | None = None) -> int:
+    """One rank row of every module in the shared LoRA tables, or of these targets: a row of a and a row of b."""
     layers = (layer_linear_modules(spec, layer) for layer in range(len(spec.layers)))
     singles = (module for modules in layers for module in modules if module.has_rank_rows)
-    return element_bytes * sum(module.row_size for module in singles)
+    if targets is None:
+        return element_bytes * sum(module.row_size for module in singles)
+    widths = ((module.d_in, *each) for module in singles for each in zip(module.targets, module.widths, strict=True))
+    return element_bytes * sum(d_in + width for d_in, target, width in widths if target in targets)
 
 
 def _numbers_per_token(attention: AttentionSpec) -> int:

@@ -35,7 +35,8 @@ class PagePrefaulter:
         `ahead_bytes` of each are populated beyond what `use` has named. Returns once the first 2 MB of each are
         populated.
 
-        On a system that cannot populate pages (Linux before 5.14, other systems) all of them are written to here.
+        On a system that cannot populate pages (Linux before 5.14, other systems) the first `ahead_bytes` of each are
+        written to here, and the others are taken at their first use.
         Raises OSError if there is no memory for the first pages; later this is a warning.
         """
         self._parts = parts
@@ -47,7 +48,7 @@ class PagePrefaulter:
         self._pieces = _in_order([_place(part) for part in parts])
         if not _populate(islice(self._pieces, len(parts))):
             for part in parts:
-                part[...] = 0
+                part.reshape(-1)[: -(-ahead_bytes // part.itemsize)] = 0
             self._is_stopped = True
         self._next = next(self._pieces, None)
         self.use(0)

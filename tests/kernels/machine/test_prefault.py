@@ -29,6 +29,10 @@ def num_absent_pages(array: np.ndarray) -> int:
     return int((states & 1 == 0).sum())
 
 
+def num_pages(array: np.ndarray) -> int:
+    return len(array) // mmap.PAGESIZE
+
+
 def untouched(num_bytes: int) -> np.ndarray:
     """Not np.zeros: that may be memory of former arrays."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
@@ -114,6 +118,10 @@ def test_a_system_that_takes_none_ahead_has_them_written_to(monkeypatch: pytest.
     memory = untouched(5 * PIECE)
     PagePrefaulter([memory[:PIECE], memory[PIECE:]], ALL)
     assert num_absent_pages(memory) == 0
+    memory = untouched(9 * PIECE)
+    PagePrefaulter([memory.view(np.float32).reshape(3, -1)], 2 * PIECE).use(8 * PIECE)
+    assert num_absent_pages(memory[: 2 * PIECE]) == 0
+    assert num_absent_pages(memory[4 * PIECE :]) == num_pages(memory[4 * PIECE :]), "what is never used is never taken"
     memory = untouched(5 * PIECE)
     prefault_pages(memory)
     assert num_absent_pages(memory) == 0
