@@ -11,6 +11,7 @@ pytestmark = pytest.mark.e2e
 
 #: Prompts that are not in any description, each a tenth or more from the threshold.
 WANTED = {
+    "sql": "How many customers live in Oslo?",  # the README's
     "support": "Hello, there is a mistake on the invoice for my vase. Ticket ML-21637, Sofia",
     "extract": "Simon Nguyen here. Can I order 95 scooters for Tuesday?",
     "base": "What should I know about black holes?",
