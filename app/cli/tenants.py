@@ -153,7 +153,12 @@ def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
         "rate_limits": service.call("GET", f"{project}/rate_limits")["data"],
         "api_keys": service.call("GET", f"{project}/api_keys?limit=100")["data"],
     }
-    lines = [f"{name}: {value}" for name, value in answer["tenant"].items() if name != "object"]
+    tenant = answer["tenant"]
+    lines = [f"{name}: {value}" for name, value in tenant.items() if name not in ("object", "limits", "shares")]
+    lines += [f"shares {name} with {', '.join(projects)}" for name, projects in tenant["shares"].items()]
+    for each in tenant["limits"]:
+        what = each["kind"] if each["model"] is None else f"{each['kind']} of {each['model']}"
+        lines.append(f"limit of {what}: {each['limit']}, {each['remaining']} left")
     for rate in answer["rate_limits"]:
         rates_text = (f"{short} {rate[long]}" for short, long in _RATES.items() if rate[long] < 2**31 - 1)
         lines.append(f"model {rate['model']}: {', '.join(rates_text) or 'no limits'}")

@@ -102,9 +102,16 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
     assert tenant.limits.rates["base"].requests_per_min == 10
     assert tenant.limits.rates["sql"].tokens_per_min == 1000
     capsys.readouterr()
+    assert await run("create", "other") == 0
+    other_id, _ = capsys.readouterr().out.split()
+    assert await run("share", project_id, "sql", other_id) == 0
+    capsys.readouterr()
     assert await run("show", project_id) == 0
     shown = capsys.readouterr().out
+    assert f"shares sql with {other_id}\n" in shown
     assert "requests_per_min 10" in shown
+    assert "limit of requests of base: 10, 10 left\n" in shown
+    assert "{" not in shown
     assert value not in shown
     assert await run("key", project_id, "--expires-in-s", "60") == 0
     key_id, second = capsys.readouterr().out.split()
