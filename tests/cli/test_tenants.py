@@ -130,8 +130,8 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
     capsys.readouterr()
     for arguments in (["--json", "list"], ["list", "--json"], ["list", "--json", "--url", "http://test"]):
         assert await run(*arguments) == 0
-        (listed,) = json.loads(capsys.readouterr().out)
-        assert (listed["id"], listed["status"]) == (project_id, "archived")
+        listed = {each["id"]: each["status"] for each in json.loads(capsys.readouterr().out)}
+        assert listed == {project_id: "archived", other_id: "active"}
 
 
 async def test_keys_have_roles(run: Run, capsys: pytest.CaptureFixture[str], service: Service) -> None:
