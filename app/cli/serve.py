@@ -123,10 +123,16 @@ def _start_ray(dashboard: bool) -> None:
         return
     # Inherited, because prestarted workers can only be used without a runtime environment.
     os.environ["PYTHONPATH"] = python_path
-    try:
-        context = ray.init(**quiet, include_dashboard=dashboard)
-    except Exception as error:  # Ray raises a dozen kinds
-        raise StartError(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
+    for is_last in (False, True):
+        try:
+            context = ray.init(**quiet, include_dashboard=dashboard)
+            break
+        except Exception as error:  # Ray raises a dozen kinds
+            # On a busy machine Ray's processes do not find each other within 15 s, which no setting of Ray changes.
+            if is_last or "timed out" not in str(error):
+                raise StartError(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
+            _say("Ray did not start in time; trying again")
+            ray.shutdown()
     if dashboard:  # if 8265 is in use, Ray takes the next free port
         _say(f"Ray's dashboard is http://{context.dashboard_url}; `ray get-auth-token` prints its token")
 

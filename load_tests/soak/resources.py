@@ -49,8 +49,8 @@ class Resources:
         found["database rows"] = sum(count_rows(path) for path in self._folder.rglob("*.sqlite"))
         found["temporary files"] = sum(path.is_file() for path in self._folder.rglob("staging/**/*"))
         self.times_s.append(time.monotonic() - self._began_s)
-        for name, value in found.items():
-            self.series.setdefault(name, [0.0] * (len(self.times_s) - 1)).append(value)
+        for name in found.keys() | self.series.keys():
+            self.series.setdefault(name, [0.0] * (len(self.times_s) - 1)).append(found.get(name, 0.0))
 
     def slopes(self) -> Mapping[str, float]:
         """By series, its change per hour as a fraction of its mean, from `SETTLED_S` on or over all that there is."""

@@ -139,6 +139,31 @@ def test_a_ray_of_our_own_has_a_dashboard_when_asked(
     assert os.environ["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/elsewhere"
 
 
+@pytest.mark.parametrize(
+    ("num_failures", "message", "num_tries"), [(1, "timed out", 2), (2, "timed out", 2), (1, "no", 1)]
+)
+def test_ray_is_started_a_second_time_if_it_did_not_start_in_time(
+    num_failures: int, message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def init(**_: Any) -> SimpleNamespace:
+        calls.append("init")
+        if calls.count("init") <= num_failures:
+            raise RuntimeError(message)
+        return SimpleNamespace()
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: calls.append("shutdown")))
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if num_failures < num_tries:
+        serving._start_ray(dashboard=False)
+    else:
+        with pytest.raises(serving.StartError, match=f"Ray does not start: {message}"):
+            serving._start_ray(dashboard=False)
+    assert calls == ["init", "shutdown", "init"][: 2 * num_tries - 1]
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_the_first_request_is_one_that_would_be_answered(needs_key: bool) -> None:
     said = serving._greeting("http://h:1", "base", ["sql"], 1.0, needs_key=needs_key, is_encoder=False)
