@@ -390,6 +390,10 @@ class TenantsConfig(_Settings):
     """Prices, and the limits of new projects. Tenants, their keys and limits are in the database
     (`polylora tenants`)."""
 
+    base_uri: str | None = Field(
+        default=None,
+        description="Set by `bases`: the model.uri of the first base model, whose registry has the projects.",
+    )
     default_limits: DefaultLimitsConfig = Field(default_factory=DefaultLimitsConfig)
 
     prices: dict[ModelId, PriceConfig] = Field(
@@ -426,18 +430,27 @@ class AppConfig(_Settings):
 
         Its engine settings are the capacities that pins are checked against.
         """
-        device = self.engine.device
+        device, tenants = self.engine.device, TenantsConfig(base_uri=self.tenants.base_uri)
         if isinstance(device, VllmConfig):
             slots = VllmConfig(python="unused", max_loras=device.max_loras, max_lora_rank=device.max_lora_rank)
-            return AppConfig(model=self.model, adapters=self.adapters, engine=EngineConfig(vllm=slots))
-        engine = EngineConfig(**self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS)))
-        return AppConfig(model=self.model, adapters=self.adapters, engine=engine.on(type(device)()))
+            engine = EngineConfig(vllm=slots)
+        else:
+            engine = EngineConfig(**self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS))).on(type(device)())
+        return AppConfig(model=self.model, adapters=self.adapters, engine=engine, tenants=tenants)
 
     @property
     def store_key(self) -> str:
         """Identifies a registry by its database and base model. A running store gets changes of other settings."""
-        place = registry_place(self.adapters)
-        return hashlib.sha256(f"{place}\n{self.model.uri}".encode()).hexdigest()[:12]
+        return _store_key(self.adapters, self.model.uri)
+
+    @property
+    def tenants_store_key(self) -> str:
+        """The `store_key` of the registry that has the projects."""
+        return _store_key(self.adapters, self.tenants.base_uri or self.model.uri)
+
+
+def _store_key(adapters: AdaptersConfig, base_uri: str) -> str:
+    return hashlib.sha256(f"{registry_place(adapters)}\n{base_uri}".encode()).hexdigest()[:12]
 
 
 def registry_place(adapters: AdaptersConfig) -> str:
@@ -453,7 +466,7 @@ def registry_place(adapters: AdaptersConfig) -> str:
 
 def usage_folder(config: AppConfig) -> Path:
     """The folder where processes of one machine keep recorded usage until the ledger has it."""
-    return Path(config.adapters.state_dir).expanduser() / "usage" / config.store_key
+    return Path(config.adapters.state_dir).expanduser() / "usage" / config.tenants_store_key
 
 
 def without_password(url: str) -> str:

@@ -1,7 +1,7 @@
 """The Serve application: `serve run configs/serve.yaml` calls `build` with the file's `args`.
 
-It has two deployments. Their numbers of replicas and resources belong to Serve (`deployments:` in the same file); the
-options here are what the design requires.
+It has two deployments, and one more for each further base model. Their numbers of replicas and resources belong to
+Serve (`deployments:` in the same file); the options here are what the design requires.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.config import load_config
+from app.base_models import ENGINE_DEPLOYMENT, engine_deployment, load_bases
 from app.deployments.ingress.deployment import Ingress
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.replica.deployment import EngineReplica
@@ -36,13 +36,15 @@ INGRESS_DRAIN_MARGIN_S = 30.0
 
 def build(args: dict[str, Any]) -> Application:
     """Check the settings and describe the application. Raises ConfigError."""
-    config = load_config(args)
+    configs = load_bases(args)
+    config = configs[0]
     if config.http.require_ray_token:
         check_ray_token()
-    make_policy(config.placement)
-    config_json = config.model_dump_json()
+    for each in configs:
+        make_policy(each.placement)
+    config_jsons = [each.model_dump_json() for each in configs]
     engine = serve.deployment(
-        name="EngineReplica",
+        name=ENGINE_DEPLOYMENT,
         num_replicas=1,
         max_ongoing_requests=MAX_ENGINE_CALLS,
         health_check_period_s=2.0,
@@ -61,4 +63,8 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.limits.request_timeout_s + INGRESS_DRAIN_MARGIN_S,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )(Ingress)
-    return ingress.bind(config_json, engine.bind(config_json))
+    engines = [
+        engine.options(name=engine_deployment(index)).bind(config_json)
+        for index, config_json in enumerate(config_jsons)
+    ]
+    return ingress.bind(config_jsons, engines)

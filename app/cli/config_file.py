@@ -8,14 +8,18 @@ from typing import Any
 
 import yaml
 
-from app.config import AppConfig, load_config
+from app.base_models import load_bases
+from app.config import AppConfig
 from app.engine.errors import ConfigError
 
 IMPORT_PATH = "app.main:build"
 
 
 def read_settings(path: Path) -> AppConfig:
-    """The settings in a file. Raises ConfigError if it is unreadable, invalid, or has not one polylora application."""
+    """The settings in a file, of the first base model.
+
+    Raises ConfigError if the file is unreadable, invalid, or has not one polylora application.
+    """
     return settings_of(read_document(path), path)
 
 
@@ -43,14 +47,19 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
 
 
 def settings_of(document: Mapping[str, Any], path: Path) -> AppConfig:
-    """The settings of the polylora application in a parsed file. Raises ConfigError."""
+    """The settings of the first base model in a parsed file. Raises ConfigError."""
+    return bases_of(document, path)[0]
+
+
+def bases_of(document: Mapping[str, Any], path: Path) -> tuple[AppConfig, ...]:
+    """The settings of each base model of the polylora application in a parsed file. Raises ConfigError."""
     applications = document.get("applications")
     if not isinstance(applications, list):
         raise ConfigError(f"{path} has no list of applications; see configs/serve.yaml")
     ours = [entry for entry in applications if isinstance(entry, Mapping) and entry.get("import_path") == IMPORT_PATH]
     if len(ours) != 1:
         raise ConfigError(f"{path} has {len(ours)} applications with import_path {IMPORT_PATH}; one is needed")
-    return load_config(ours[0].get("args") or {})
+    return load_bases(ours[0].get("args") or {})
 
 
 def address_in(document: dict[str, Any], host: str | None, port: int | None) -> tuple[str, int]:

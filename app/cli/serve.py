@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.admin_key import OPEN_NOTICE, check_exposure, is_open, keep_digests
-from app.cli.config_file import IMPORT_PATH, address_in, read_document, settings_of
+from app.cli.config_file import IMPORT_PATH, address_in, bases_of, read_document
 from app.cli.preflight import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
 from app.cli.ray_env import ha_proxy_folder, set_ray_switches
 from app.cli.startup import (
@@ -55,18 +55,21 @@ def serve_until_stopped(
     """
     os.umask(UMASK)
     document = read_document(config_path)
-    settings = settings_of(document, config_path)
+    bases = bases_of(document, config_path)
+    settings = bases[0]
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
     if not is_joined:  # a joined cluster has its own environments
-        check_device(settings.engine)
+        for each in bases:
+            check_device(each.engine)
     host, port = address_in(document, host, port)
     url = f"http://{_reachable(host)}:{port}"
     check_port(host, port, "choose another --port")
     check_folders(settings, os.environ)
     check_exposure(settings, host, os.environ)
     if not is_joined:
-        check_preloaded(settings)
-        make_policy(settings.placement)
+        for each in bases:
+            check_preloaded(each)
+            make_policy(each.placement)
     keep_digests(os.environ)  # before Ray starts: its processes inherit the environment
     has_ha_proxy = set_ray_switches()
     if not has_ha_proxy:
@@ -86,15 +89,17 @@ def serve_until_stopped(
         folder = _own_ha_proxy_folder() if has_ha_proxy and not is_joined else None
         try:
             _say("starting the service")
-            look = _deploy(schema, settings, folder)
+            look = _deploy(schema, bases, folder)
             _say("loading the model (the first start on a machine also compiles kernels: about a minute)")
             wait_until_ready(app_names, _health_url(document, url), _say, look)
-            adapters = [adapter.name for adapter in settings.adapters.preload]
+            models = [
+                name
+                for each in bases
+                for name in (each.model.name, *(adapter.name for adapter in each.adapters.preload))
+            ]
             needs_key = not is_open(url)
             seconds = time.monotonic() - started_s
-            greeting = _greeting(
-                url, settings.model.name, adapters, seconds, needs_key=needs_key, is_encoder=is_encoder
-            )
+            greeting = _greeting(url, models, seconds, needs_key=needs_key, is_encoder=is_encoder)
             print(greeting, flush=True)
             if settings.http.auth == "auto" and not needs_key:
                 _say(OPEN_NOTICE)
@@ -150,7 +155,7 @@ def _schema(document: dict[str, Any], path: Path) -> ServeDeploySchema:
     return serve_schema(document, path)
 
 
-def _deploy(schema: ServeDeploySchema, settings: AppConfig, ha_proxy: Path | None) -> Callable[[], None]:
+def _deploy(schema: ServeDeploySchema, bases: Sequence[AppConfig], ha_proxy: Path | None) -> Callable[[], None]:
     """What `serve run` does with a file, without waiting for one part before starting the next.
 
     ha_proxy: the folder of this cluster's HAProxy, if there is one. Returns what to call while the start is waited for.
@@ -164,8 +169,9 @@ def _deploy(schema: ServeDeploySchema, settings: AppConfig, ha_proxy: Path | Non
     made: list[tuple[str, Any]] = []
     if not is_joined:
         ours = next(application.name for application in schema.applications if application.import_path == IMPORT_PATH)
-        made.append(("the adapter store", store_actor(settings).start()))
-        made.append(("placement", placement_actor(settings, ours).start()))
+        for settings in bases:
+            made.append(("the adapter store", store_actor(settings).start()))
+            made.append(("placement", placement_actor(settings, ours).start()))
     ray_private.deploy(ray_private.start_serve(schema, wait_for_proxies=is_joined), schema)
 
     def look() -> None:
@@ -263,10 +269,9 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
 
 
-def _greeting(
-    url: str, base_name: str, adapters: Sequence[str], seconds: float, *, needs_key: bool, is_encoder: bool
-) -> str:
-    models = ", ".join([base_name, *adapters])
+def _greeting(url: str, models: Sequence[str], seconds: float, *, needs_key: bool, is_encoder: bool) -> str:
+    """`models`: base models and adapters; the first is a base model."""
+    base_name = models[0]
     text = "What is the capital of France?"
     message = {"role": "user", "content": text}
     route, asked = "chat/completions", {"model": base_name, "messages": [message], "max_tokens": 40}
@@ -277,7 +282,7 @@ def _greeting(
     if needs_key:
         header, how = '-H "Authorization: Bearer $KEY" ', "Try it with a project's key (`polylora tenants create NAME`)"
     return (
-        f"\nReady after {seconds:.0f} s: {url}\n  models: {models}\n\n{how}:\n\n"
+        f"\nReady after {seconds:.0f} s: {url}\n  models: {', '.join(models)}\n\n{how}:\n\n"
         f"  curl {url}/v1/{route} {header}-H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
         "ctrl-C stops it."
     )

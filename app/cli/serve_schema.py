@@ -15,13 +15,12 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
+from app.base_models import engine_deployment
 from app.cli.config_file import IMPORT_PATH
 from app.deployments.placement.autoscaling import AdapterDemand, Objective
 from app.engine.errors import ConfigError
 from app.suggestions import did_you_mean, model_in
 
-#: The deployments of our application (`app.main`).
-DEPLOYMENTS = ("EngineReplica", "Ingress")
 #: Serve's own policy counts open calls, of which each ingress keeps one per engine replica.
 _ENGINE_POLICY = f"{AdapterDemand.__module__}:{AdapterDemand.__name__}"
 #: Fields that Serve's schema accepts as any mapping and validates as one of these later.
@@ -63,18 +62,20 @@ def _wrong_deployments(document: Mapping[str, Any]) -> Iterator[str]:
     for application in document.get("applications") or ():
         if not isinstance(application, Mapping) or application.get("import_path") != IMPORT_PATH:
             continue
+        bases = (application.get("args") or {}).get("bases")
+        engines = [engine_deployment(index) for index in range(len(bases) if isinstance(bases, list) else 1)]
         for deployment in application.get("deployments") or ():
             name = deployment.get("name") if isinstance(deployment, Mapping) else deployment
-            if name not in DEPLOYMENTS:
-                yield f"deployments: there is no {name!r}, only {' and '.join(DEPLOYMENTS)}"
-            elif name == "EngineReplica" and _counts_calls(deployment):
+            if name != "Ingress" and name not in engines:
+                yield f"deployments: there is no {name!r}, only {', '.join(engines)} and Ingress"
+            elif name in engines and _counts_calls(deployment):
                 yield (
-                    "deployments: EngineReplica is scaled by Serve's own policy, which counts open calls and not work; "
+                    f"deployments: {name} is scaled by Serve's own policy, which counts open calls and not work; "
                     f"add policy: {{policy_function: '{_ENGINE_POLICY}'}} to its autoscaling_config"
                 )
-            elif name == "EngineReplica" and _may_sleep(deployment) and not _is_ready_asleep(application):
+            elif name in engines and _may_sleep(deployment) and not _is_ready_asleep(application):
                 yield (
-                    "deployments: EngineReplica may have no replicas (min_replicas: 0), and the service would not be "
+                    f"deployments: {name} may have no replicas (min_replicas: 0), and the service would not be "
                     "ready then; set http.ready_at_zero_replicas: true in args, or a min_replicas of at least 1"
                 )
             else:

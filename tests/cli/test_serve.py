@@ -166,14 +166,14 @@ def test_ray_is_started_a_second_time_if_it_did_not_start_in_time(
 
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_the_first_request_is_one_that_would_be_answered(needs_key: bool) -> None:
-    said = serving._greeting("http://h:1", "base", ["sql"], 1.0, needs_key=needs_key, is_encoder=False)
+    said = serving._greeting("http://h:1", ["base", "sql"], 1.0, needs_key=needs_key, is_encoder=False)
     assert "http://h:1/v1/chat/completions" in said
     assert ('-H "Authorization: Bearer $KEY"' in said) is needs_key
     assert ("polylora tenants create" in said) is needs_key
 
 
 def test_an_encoder_greets_with_a_request_that_it_can_answer() -> None:
-    said = serving._greeting("http://h:1", "it", [], 1.0, needs_key=False, is_encoder=True)
+    said = serving._greeting("http://h:1", ["it"], 1.0, needs_key=False, is_encoder=True)
     assert "http://h:1/v1/embeddings" in said
     assert '{"model": "it", "input": ' in said
     assert "messages" not in said

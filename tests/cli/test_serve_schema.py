@@ -16,7 +16,7 @@ from app.suggestions import FORMER_NAMES, fields_at
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
-    from app.cli.serve_schema import DEPLOYMENTS, serve_schema
+    from app.cli.serve_schema import serve_schema
     from app.deployments.placement.autoscaling import AdapterDemand
     from app.main import build
 
@@ -35,7 +35,7 @@ def document(deployment: dict[str, Any] | None = None, **top: Any) -> dict[str, 
     "name",
     [
         *("serve.yaml", "serve-jax.yaml", "serve-autoscale.yaml", "serve-gemma.yaml"),
-        *("serve-gpu.yaml", "serve-gpu-tp.yaml"),
+        *("serve-gpu.yaml", "serve-gpu-tp.yaml", "serve-two-bases.yaml"),
     ],
 )
 def test_the_files_that_are_shipped_are_known(name: str) -> None:
@@ -67,6 +67,7 @@ def test_options_of_every_kind_are_known() -> None:
         (document(application=[]), r"^serve.yaml: application is an unknown key; did you mean 'applications'"),
         (document(http_options={"prot": 1}), r"http_options.prot is an unknown key; did you mean 'port'"),
         (document({"name": "Engine"}), r"there is no 'Engine', only EngineReplica and Ingress"),
+        (document({"name": "EngineReplica-2"}), r"there is no 'EngineReplica-2', only EngineReplica and Ingress"),
         (document({"num_replicas": "auto"}), r"counts open calls and not work; add policy: .*AdapterDemand"),
         (document({"autoscaling_config": {"max_replicas": 4}}), r"counts open calls and not work; add policy"),
         (
@@ -85,11 +86,16 @@ def test_what_serve_does_not_know_is_named(content: dict[str, Any], says: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_the_deployments_are_those_that_are_built() -> None:
-    application = build({"adapters": {"preload": []}})
-    names = {application._bound_deployment.name}
-    names |= {argument._bound_deployment.name for argument in application._bound_deployment.init_args[1:]}
-    assert names == set(DEPLOYMENTS)
+@pytest.mark.parametrize("num_bases", [1, 3])
+def test_the_deployments_are_those_that_are_built(num_bases: int) -> None:
+    args = {"bases": [{"model": {"uri": f"m{index}", "name": f"m{index}"}} for index in range(num_bases)]}
+    built = build(args)._bound_deployment
+    names = [built.name, *(engine._bound_deployment.name for engine in built.init_args[1])]
+    assert len(set(names)) == num_bases + 1
+    ours = {"name": "polylora", "import_path": "app.main:build", "args": args}
+    serve_schema({"applications": [ours | {"deployments": [{"name": name} for name in names]}]}, PATH)
+    with pytest.raises(ConfigError, match=f"'EngineReplica-{num_bases + 1}'"):
+        serve_schema({"applications": [ours | {"deployments": [{"name": f"EngineReplica-{num_bases + 1}"}]}]}, PATH)
 
 
 def sections(path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -140,9 +140,21 @@ class RecordedMetrics:
 
 
 class Service(IngressService):
-    """The service over a fleet of one; it takes a note of each request that has ended."""
+    """The service over a fleet of one; it takes a note of each request that has ended.
 
-    def __init__(self, fleet: Fleet, managed: ManagedStore, text: TokenizerService | None = None) -> None:
+    `first`: the service of the first of two base models, `base_names`.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        managed: ManagedStore,
+        text: TokenizerService | None = None,
+        *,
+        base_names: Sequence[str] = ("base",),
+        first: Service | None = None,
+    ) -> None:
+        name = base_names[0 if first is None else 1]
         self.fleet = fleet
         self.managed = managed
         self.metrics = RecordedMetrics()
@@ -155,9 +167,11 @@ class Service(IngressService):
             registry=managed.view,
             accounting=RequestAccounting(
                 managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock
-            ),
+            )
+            if first is None
+            else first.accounting.for_base(PricingContext(Prices(_PRICES, name), name)),
             store=managed.client,
-            storage=managed.storage,
+            storage=managed.storage if first is None else first.storage,
             traffic=actor_proxy(TrafficHistory, Here(managed.traffic)),
             ingress_id=uuid.uuid4().hex,
             placer=fleet,
@@ -174,12 +188,12 @@ class Service(IngressService):
             parts.accounting.usage_recorder
         )  # so that whoever asks after a request finds it in the ledger
         settings = {
-            "model": {"name": "base"},
+            "model": {"name": name},
             "limits": limits,
             "adapters": {"resolvers": ["{name}"]},
             "semantic_router": {"embedder": "base", "threshold": 0.6},
         }
-        super().__init__(AppConfig.model_validate(settings), parts)
+        super().__init__(AppConfig.model_validate(settings), parts, base_names)
 
     @property
     def num_streams(self) -> int:

@@ -7,6 +7,7 @@ counted once before it runs, and is settled once after it ends, however it ends.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import time
@@ -94,7 +95,15 @@ class RequestAccounting:
         self.usage_flusher = UsageFlusher(tenants_service.record, holder, wal)
         self.usage_recorder = UsageRecorder(self.usage_flusher, pricing.prices, pricing.base_name, clock)
         self._pricing = pricing
+        self._is_copy = False
         self._key_used_s: dict[str, float] = {}
+
+    def for_base(self, pricing: PricingContext) -> RequestAccounting:
+        """The same keys, limits and usage, for requests of another base model. This one reports and closes them."""
+        other = copy.copy(self)
+        other._pricing, other._is_copy = pricing, True
+        other.usage_recorder = UsageRecorder(self.usage_flusher, pricing.prices, pricing.base_name, self.clock)
+        return other
 
     async def charge_arrival(self, caller: Principal, *, is_inference: bool) -> Reservation:
         """Reserve what an HTTP request costs before its body is read. Raises LimitError.
@@ -229,6 +238,8 @@ class RequestAccounting:
 
     async def close(self) -> None:
         """Write unreported usage, then stop."""
+        if self._is_copy:
+            return
         await self.usage_flusher.close()
         await self.limiter.close()
 

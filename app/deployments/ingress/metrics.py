@@ -50,6 +50,7 @@ class IngressMetrics:
             boundaries=[0.001, *SECONDS],
         )
         self._adapters = SteadyGauge("polylora_registered_adapters", "Adapters in the registry.")
+        self._num_adapters: dict[str, int] = {}
         self.gauges = (self._adapters,)
 
     def request(
@@ -95,6 +96,7 @@ class IngressMetrics:
             await asyncio.sleep(LAG_INTERVAL_S)
             self._loop_lag_s.observe(max(loop.time() - due_s, 0.0))
 
-    def adapters(self, number: int) -> None:
-        """Set the number of registered adapters."""
-        self._adapters.set(number)
+    def adapters(self, base_name: str, number: int) -> None:
+        """Set the number of registered adapters of a base model."""
+        self._num_adapters[base_name] = number
+        self._adapters.set(sum(self._num_adapters.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from app.config import AppConfig, LimitsConfig
@@ -85,17 +85,19 @@ class Parts(NamedTuple):
 
 
 class IngressService:
-    """One per ingress process, on its event loop."""
+    """One per ingress process and base model, on its event loop."""
 
-    def __init__(self, config: AppConfig, parts: Parts) -> None:
+    def __init__(self, config: AppConfig, parts: Parts, base_names: Sequence[str] = ()) -> None:
+        """`base_names`: of all base models of this ingress."""
         self._config = config
+        self.base_names = tuple(base_names) or (config.model.name,)
         self._placer = parts.placer
         self._replicas = parts.replicas
         self._metrics = parts.metrics
         self.metrics_agents = parts.metrics_agents
         self.tracer = parts.tracer
         self.base_name = config.model.name
-        self.new_project_limits = _new_project_limits(config)
+        self.new_project_limits = _new_project_limits(config, self.base_names)
         self.adapters_config = config.adapters
         self.registry = parts.registry
         self.accounting = parts.accounting
@@ -250,11 +252,11 @@ class IngressService:
             await asyncio.to_thread(self.tracer.close)
 
 
-def _new_project_limits(config: AppConfig) -> TenantLimits:
+def _new_project_limits(config: AppConfig, base_names: Sequence[str]) -> TenantLimits:
     given = config.tenants.default_limits
     rate = RateLimit(given.requests_per_min, given.tokens_per_min)
     return TenantLimits(
-        rates={config.model.name: rate} if rate != RateLimit() else {},
+        rates=dict.fromkeys(base_names, rate) if rate != RateLimit() else {},
         max_concurrent=given.max_concurrent,
         max_adapters=given.max_adapters,
         calls_per_min=given.calls_per_min,

@@ -1,4 +1,4 @@
-"""The placement actor: one `PlacementService` for all ingresses and replicas of an application.
+"""The placement actor: one `PlacementService` for all ingresses of an application and the replicas of a base model.
 
 It publishes the placement table, so no request waits for this actor. After a crash it starts empty and is complete
 again with the next reports. It exits when nothing calls it any more (`IdleShutdown`).
@@ -30,11 +30,13 @@ class PlacementActor(PlacementService):
 
 
 def placement_actor(config: AppConfig, app_name: str) -> NamedActor:
-    """The actor's name and factory: one per application, because replicas of two services must not share a table.
+    """The actor's name and factory: one per application and base model, because their replicas must not share a
+    table.
 
     `config` is what a new actor starts with; later settings come with the replicas' reports.
     """
-    return NamedActor(f"placement-{app_name}", PlacementActor, config.model_dump_json())
+    suffix = "" if config.tenants.base_uri is None else f"-{config.store_key}"
+    return NamedActor(f"placement-{app_name}{suffix}", PlacementActor, config.model_dump_json())
 
 
 def placement_service(config: AppConfig, app_name: str) -> PlacementService:

@@ -63,13 +63,15 @@ def open_registry(
     config: AppConfig,
     base_digest: str,
     *,
+    tenants_digest: str | None = None,
     actor: str = "",
     check_quota: Callable[[Connection, str], None] = lambda *_: None,
     environ: Mapping[str, str] | None = None,
 ) -> Registry:
-    """The configured database, or a SQLite file per base model. Raises ConfigError, NotReady."""
+    """The configured database, or the SQLite file of the base model with the projects (`tenants_digest`; default: this
+    one). Raises ConfigError, NotReady."""
     make_private(Path(config.adapters.state_dir))
-    url = database_url(config.adapters, base_digest, os.environ if environ is None else environ)
+    url = database_url(config.adapters, tenants_digest or base_digest, os.environ if environ is None else environ)
     return Registry(
         url,
         base_digest,

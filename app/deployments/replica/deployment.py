@@ -40,7 +40,7 @@ from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.ray_private import is_replica_draining, listen_on_loopback
 from app.deployments.rpc.transport import check_protocol
 from app.deployments.rpc.uds_transport import FrameSocket
-from app.deployments.store.actor import store_actor, store_name, store_service, tenants_service
+from app.deployments.store.actor import store_actor, store_name, store_service, tenants_actor, tenants_service
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.tenancy.usage.flusher import UsageFlusher
 from app.deployments.tenancy.usage.prices import Prices
@@ -66,13 +66,12 @@ class EngineReplica:
         replica_id = self._replica_id = context.replica_id.unique_id
         start_log(config.logs, f"engine {replica_id}")
         started_s = time.monotonic()
-        actor = store_actor(config)
-        store = store_service(actor)
+        store = store_service(store_actor(config))
         self._placement = placement_service(config, context.app_name)
         identity = ReplicaIdentity(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store, time.monotonic)
         writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
-        owner = tenants_service(actor)
+        owner = tenants_service(tenants_actor(config))
         flusher = self._flusher = UsageFlusher(owner.record, writer_id, open_wal(usage_folder(config), writer_id))
         recorder = UsageRecorder(
             flusher, Prices(config.tenants.prices, config.model.name), config.model.name, time.time

@@ -20,7 +20,7 @@ from app.deployments.object_storage.service import StorageService
 from app.deployments.rpc.actor_proxy import actor_proxy, find_remote_method
 from app.deployments.rpc.gauges import repeat_gauges
 from app.deployments.rpc.idle_shutdown import IdleShutdown
-from app.deployments.rpc.named_actor import NamedActor, exit_actor
+from app.deployments.rpc.named_actor import FoundActor, NamedActor, exit_actor
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
@@ -82,6 +82,14 @@ def store_actor(config: AppConfig) -> NamedActor:
     resources = {HEAD_NODE: 0.001} if registry_place(config.adapters).startswith("file ") else {}
     logs = config.logs.model_dump_json()
     return NamedActor(store_name(config), AdapterStoreActor, store_settings(config), logs, resources=resources)
+
+
+def tenants_actor(config: AppConfig) -> NamedActor:
+    """The store that has the projects, keys, usage and files: the base model's own, or the first base model's, which
+    the ingresses of both create."""
+    if config.tenants.base_uri is None:
+        return store_actor(config)
+    return FoundActor(f"adapter-store-{config.tenants_store_key}")
 
 
 def store_service(actor: NamedActor) -> StoreService[SharedAdapter]:

@@ -59,7 +59,12 @@ class OpenStore(Generic[H]):
         self._counts = counts
         self._checkpoint = open_model(config.model.uri, config.model.name)
         digest = self._checkpoint.spec.digest
-        self._registry = open_registry(config, digest, actor=actor, check_quota=AdapterQuota(digest))
+        base_uri = config.tenants.base_uri
+        self._tenants_digest = digest if base_uri is None else open_model(base_uri, base_uri).spec.digest
+        check_quota = AdapterQuota(self._tenants_digest)
+        self._registry = open_registry(
+            config, digest, tenants_digest=self._tenants_digest, actor=actor, check_quota=check_quota
+        )
         self._registry.stores.enter()
         config = _saved_config(self._registry.stores.settings) or config
         self._settings = config.for_store.model_dump_json()
@@ -142,7 +147,7 @@ class OpenStore(Generic[H]):
             self._events,
             pinned=pinned,
             uploads=self._uploads.root,
-            own_token=ProjectStore(self._registry.database).hub_token,
+            own_token=ProjectStore(self._registry.database, base_digest=self._tenants_digest).hub_token,
         )
 
 

@@ -7,6 +7,7 @@ disconnects cancels its work, streaming or not.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache, partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -17,7 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.deployments.ingress.base_models import BaseModels
 from app.deployments.ingress.error_responses import ErrorReply, error_reply
+from app.deployments.ingress.http.base_router import BaseRouter
 from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
 from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
@@ -57,29 +60,25 @@ from app.engine.errors import PolyloraError
 from app.redaction import without_keys
 
 
-def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool = False) -> FastAPI:
-    """The application over one service. `log_requests`: log every request, not only failures."""
-    register_url_convertor("model", NameConvertor())
-    app = FastAPI(
-        title="polylora",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/openapi.json",
-        redirect_slashes=False,
-        dependencies=[Depends(check_query), Depends(read_unused_body)],
-        responses={"default": {"model": ErrorResponse}},
-        generate_unique_id_function=operation_id,
-    )
+def make_app(
+    service: IngressService, policy: HttpPolicy, *, log_requests: bool = False, others: Sequence[IngressService] = ()
+) -> FastAPI:
+    """The application over one service. `log_requests`: log every request, not only failures. `others`: the services of
+    further base models, which only get the requests that are for them."""
+    bases = BaseModels((service, *others))
     addresses = AddressLimiter(service.new_project_limits.calls_per_min, time.monotonic)
-    app.router.route_class = DirectRoute
-    # Starlette runs the middleware that was added last first.
-    app.add_middleware(MeteringMiddleware, service=service, policy=policy, addresses=addresses)
     sessions = ConsoleSessions(
         service.accounting.tenants_service.session_secret,
         service.accounting.view,
         service.accounting.clock,
         policy.admin_digest,
     )
+    app = _routed_app(service, bases, policy, sessions)
+    router = None
+    if others:
+        router = BaseRouter(bases, [_routed_app(each, bases, policy, sessions) for each in others])
+    # Starlette runs the middleware that was added last first.
+    app.add_middleware(MeteringMiddleware, service=service, policy=policy, addresses=addresses, router=router)
     authenticator = Authenticator(service.accounting, policy)
     app.add_middleware(AuthMiddleware, authenticator=authenticator, sessions=sessions, addresses=addresses)
     app.add_middleware(StripTrailingSlash)
@@ -92,7 +91,23 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     if service.tracer is not None:
         app.add_middleware(TracingMiddleware, tracer=service.tracer)
     app.add_middleware(RequestLogMiddleware, every=log_requests)
+    return app
 
+
+def _routed_app(service: IngressService, bases: BaseModels, policy: HttpPolicy, sessions: ConsoleSessions) -> FastAPI:
+    """One base model's routes and error handlers. `bases`: all of this ingress."""
+    register_url_convertor("model", NameConvertor())
+    app = FastAPI(
+        title="polylora",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+        dependencies=[Depends(check_query), Depends(read_unused_body)],
+        responses={"default": {"model": ErrorResponse}},
+        generate_unique_id_function=operation_id,
+    )
+    app.router.route_class = DirectRoute
     app.state.service = service  # for `JsonBody`
     app.openapi = cache(partial(openapi, app))  # type: ignore[method-assign]
 
@@ -115,7 +130,7 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, refuse)
     app.add_exception_handler(PolyloraError, refuse)
-    add_model_routes(app, service)
+    add_model_routes(app, bases)
     add_openai_routes(app, service)
     add_scoring_routes(app, service)
     add_messages_routes(app, service)
@@ -125,12 +140,12 @@ def make_app(service: IngressService, policy: HttpPolicy, *, log_requests: bool 
     management = APIRouter(dependencies=[Depends(policy.check_management)])
     add_compat_routes(management, service)
     add_adapter_routes(management, service)
-    add_audit_routes(management, service)
+    add_audit_routes(management, service, bases)
     add_alias_routes(management, service)
     add_overview_routes(management, service)
     app.include_router(management)
     app.include_router(admin_router(service))
-    add_health_routes(app, service)
+    add_health_routes(app, bases)
     if policy.console:
         add_console_routes(app, service, policy, sessions)
     return app

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from pydantic_core import to_json
 
-from app.deployments.ingress.batches.runner import is_transient
+from app.deployments.ingress.base_models import BaseModels
+from app.deployments.ingress.batches.runner import AnswerLine, is_transient
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import answer, vectors
 from app.deployments.ingress.error_responses import error_reply
@@ -38,8 +39,18 @@ _SCORING: Mapping[str, type[ScoringRequest]] = {
 _StartedRequest: TypeAlias = tuple[GenerationTask, Coroutine[Any, Any, bytes]]
 
 
+def answer_line(bases: BaseModels) -> AnswerLine:
+    """`BatchExecutor.answer` of the base model that each line is for."""
+    executors = {service: BatchExecutor(service) for service in bases.services}
+
+    async def answer(endpoint: str, body: Mapping[str, Any], caller: Principal, request_id: str) -> bytes:
+        return await executors[bases.of_body(body, caller)].answer(endpoint, body, caller, request_id)
+
+    return answer
+
+
 class BatchExecutor:
-    """Executes batch lines; one per ingress."""
+    """Executes the batch lines of one base model."""
 
     def __init__(self, service: IngressService) -> None:
         self._service = service

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters
+from app.deployments.registry.db.tables import adapters, registries
 from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
 from app.deployments.registry.models import LIVE_STATES
 from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
@@ -46,10 +46,13 @@ _HUB_TOKEN = re.compile(r"[!-~]{1,1024}")
 class ProjectStore:
     """Raises NotFound for unknown projects, InvalidRequest for invalid values."""
 
-    def __init__(self, database: Database, environ: Mapping[str, str] | None = None) -> None:
-        """`environ` may have the key that hub tokens are encrypted by. Raises ConfigError."""
+    def __init__(
+        self, database: Database, environ: Mapping[str, str] | None = None, *, base_digest: str | None = None
+    ) -> None:
+        """`environ` may have the key that hub tokens are encrypted by. `base_digest`: of the base model with the
+        projects; default: the database's. Raises ConfigError."""
         self._database = database
-        self._base = database.base_digest
+        self._base = base_digest or database.base_digest
         self._cipher = SecretCipher(os.environ if environ is None else environ)
 
     def create(self, name: str, *, actor: str, limits: TenantLimits = NO_LIMITS) -> Tenant:
@@ -264,12 +267,13 @@ class ProjectStore:
 
 
 class AdapterQuota:
-    """The catalog's check at registration: number and total bytes of a project's adapters.
+    """The catalog's check at registration: number and total bytes of a project's adapters, of all base models.
 
     Called inside the transaction and after the change, so concurrent loads cannot pass together.
     """
 
     def __init__(self, base_digest: str) -> None:
+        """`base_digest`: of the base model with the projects."""
         self._base = base_digest
 
     def __call__(self, connection: Connection, tenant_id: str) -> None:
@@ -282,7 +286,9 @@ class AdapterQuota:
         if row is None or (row.max_adapters is None and row.max_adapter_bytes is None):
             return
         usage = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
-            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(LIVE_STATES)
+            adapters.c.base_digest.in_(select(registries.c.base_digest)),  # a condition on it uses the primary key
+            adapters.c.tenant_id == tenant_id,
+            adapters.c.state.in_(LIVE_STATES),
         )
         number, size_bytes = connection.execute(usage).one()
         _check_quota("max_adapters", "adapters", number, row.max_adapters)

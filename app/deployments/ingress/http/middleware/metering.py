@@ -1,4 +1,5 @@
-"""Metering: every request is charged to its caller before its body is read, whatever its answer will be.
+"""Metering: every request is charged to its caller before its body is read, whatever its answer will be. Where the body
+says which of several base models the request is for, it is read first (`BaseRouter`).
 
 Inference is charged as a request, everything else as a call, and bodies as further calls while they arrive (`_Body`). A
 project is charged against its limits, a caller without one by its address. The operator is not limited: admin keys,
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config import INFERENCE_PATHS
 from app.deployments.ingress.error_responses import BodyTimeout
+from app.deployments.ingress.http.base_router import BaseRouter, Routed
 from app.deployments.ingress.http.middleware.content_encoding import decode_body
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
 from app.deployments.ingress.principal import STATE, Principal
@@ -25,7 +27,7 @@ from app.deployments.ingress.service import IngressService
 from app.deployments.tenancy.quota.address_limiter import AddressLimiter
 from app.deployments.tenancy.quota.limits import LimitError
 from app.deployments.tenancy.quota.rate_limiter import Reservation
-from app.engine.errors import QueueFull
+from app.engine.errors import PolyloraError, QueueFull
 
 #: Bytes of a body per call, by what the route does with it: computes tokens, stores the bytes, or changes the registry
 #: entry by entry.
@@ -41,10 +43,19 @@ MAX_SLOW_BODIES = 128
 
 
 class MeteringMiddleware:
-    """ASGI middleware inside authentication. `addresses`: calls of callers without a project."""
+    """ASGI middleware inside authentication. `addresses`: calls of callers without a project. `router`: if there are
+    several base models; then `app` and `service` are the first one's."""
 
-    def __init__(self, app: ASGIApp, service: IngressService, policy: HttpPolicy, addresses: AddressLimiter) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: IngressService,
+        policy: HttpPolicy,
+        addresses: AddressLimiter,
+        router: BaseRouter | None = None,
+    ) -> None:
         self._app = app
+        self._router = router
         self._service = service
         self._policy = policy
         self._addresses = addresses
@@ -56,25 +67,37 @@ class MeteringMiddleware:
             return
         caller: Principal | None = scope.get("state", {}).get(STATE)  # a probe has none
         reservation: Reservation | None = None
-        if caller is not None:
-            try:
-                reservation = await self._charge_arrival(scope, caller)
-            except LimitError as error:
-                await self._refuse(scope, caller, error)(scope, receive, send)
-                return
-            scope["state"][STATE] = caller._replace(reservation=reservation)
+        refusal: PolyloraError | None = None
         body = _Body(decode_body(scope, receive), self._slow_bodies, self._payer(scope, caller), _bytes_per_call(scope))
+        routed = Routed(self._service, self._app, scope, body.receive)
         try:
-            await self._app(scope, body.receive, send)
+            if caller is not None and self._router is not None:
+                try:
+                    routed = await self._router.route(routed, caller)
+                except PolyloraError as error:  # charged like any other request
+                    refusal = error
+            if caller is not None:
+                try:
+                    reservation = await self._charge_arrival(routed.service, scope, caller)
+                except LimitError as error:
+                    await self._refuse(routed.service, scope, caller, error)(scope, receive, send)
+                    return
+                scope["state"][STATE] = caller._replace(reservation=reservation)
+            if refusal is not None:
+                answer = error_response(refusal, scope["path"])
+                self._service.observe("none", answer.status_code, None)
+                await answer(scope, receive, send)
+                return
+            await routed.app(routed.scope, routed.receive, send)
         finally:
             body.close()
             if reservation is not None:
                 self._service.accounting.limiter.settle(reservation, {})
 
-    async def _charge_arrival(self, scope: Scope, caller: Principal) -> Reservation | None:
+    async def _charge_arrival(self, service: IngressService, scope: Scope, caller: Principal) -> Reservation | None:
         is_inference = scope["path"] in INFERENCE_PATHS and scope["method"] == "POST"
         if caller.kind == "project":
-            return await self._service.accounting.charge_arrival(caller, is_inference=is_inference)
+            return await service.accounting.charge_arrival(caller, is_inference=is_inference)
         if not is_inference and self._is_limited(scope, caller):
             self._addresses.take(client_address(scope))
         return None
@@ -96,12 +119,12 @@ class MeteringMiddleware:
 
         return _Payer(address, self._addresses.limit, charge)
 
-    def _refuse(self, scope: Scope, caller: Principal, error: LimitError) -> JSONResponse:
+    def _refuse(self, service: IngressService, scope: Scope, caller: Principal, error: LimitError) -> JSONResponse:
         path: str = scope["path"]
         route = path.removeprefix("/v1").split("/")[1] if path in INFERENCE_PATHS else "none"
         answer = error_response(error, path)
-        self._service.observe(route, answer.status_code, None)
-        answer.headers.update(self._service.accounting.headers(caller))
+        service.observe(route, answer.status_code, None)
+        answer.headers.update(service.accounting.headers(caller))
         return answer
 
 

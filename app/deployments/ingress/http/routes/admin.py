@@ -276,8 +276,9 @@ def _add_permission_routes(routes: APIRouter, service: IngressService) -> None:
     async def rate_limits(project_id: str, query: Annotated[RateLimitQuery, Query()]) -> Response:
         """List a project's rate limits, one per model."""
         limit, after = query.limit, query.after
-        rates = {service.base_name: RateLimit(), **(await tenants_service.project(project_id)).limits.rates}
-        ordered = sorted(rates, key=lambda model: (model != service.base_name, model))
+        rates = dict.fromkeys(service.base_names, RateLimit())
+        rates |= (await tenants_service.project(project_id)).limits.rates
+        ordered = [*service.base_names, *sorted(rates.keys() - set(service.base_names))]
         if after is not None:
             if after.removeprefix(_RATE_PREFIX) not in ordered:
                 raise NotFound(f"there is no rate limit {after[:80]!r}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.base_models import BaseModels
 from app.deployments.ingress.http.request_parsing import Limit, QueryParams, page_body
 from app.deployments.ingress.principal import http_principal, visible_events
 from app.deployments.ingress.schemas import loras as schemas
@@ -17,6 +19,7 @@ from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.loras import job_body, record_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import AuditRecord, Event
+from app.engine.errors import NotFound
 
 
 class RecordQuery(QueryParams):
@@ -27,7 +30,7 @@ class RecordQuery(QueryParams):
     before: str | None = None
 
 
-def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
+def add_audit_routes(routes: APIRouter, service: IngressService, bases: BaseModels) -> None:
     @routes.get("/v1/status", response_model=ServiceStatus)
     async def status(request: Request) -> Response:
         """Replicas, tiers and recent failures for an operator; only readiness for a project."""
@@ -37,7 +40,11 @@ def add_audit_routes(routes: APIRouter, service: IngressService) -> None:
     async def job(job_id: str, request: Request) -> Response:
         """The state of a load or an unload."""
         tenant_id = http_principal(request).tenant_id
-        return JSONResponse(job_body(await service.adapter_admin.store.job(job_id, tenant_id=tenant_id)))
+        *others, last = bases.services
+        for each in others:
+            with suppress(NotFound):
+                return JSONResponse(job_body(await each.adapter_admin.store.job(job_id, tenant_id=tenant_id)))
+        return JSONResponse(job_body(await last.adapter_admin.store.job(job_id, tenant_id=tenant_id)))
 
     @routes.get("/v1/events", response_model=PageResponse[schemas.EventResponse])
     async def events(request: Request, query: Annotated[RecordQuery, Query()]) -> Response:

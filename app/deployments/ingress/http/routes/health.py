@@ -1,8 +1,8 @@
 """The root, the version and the probes; each answers at once, without a replica or a key.
 
-`/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while a request would be served, and 503
-with Retry-After otherwise. At zero replicas with `http.ready_at_zero_replicas` they are 200 with `asleep`: a request
-starts a replica. HAProxy answers all three while this process is not running.
+`/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while requests for every base model would be
+served, and 503 with Retry-After otherwise. At zero replicas with `http.ready_at_zero_replicas` they are 200 with
+`asleep`: a request starts a replica. HAProxy answers all three while this process is not running.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.base_models import BaseModels
 from app.deployments.ingress.schemas.health import Health, Liveness, Release, ServiceInfo
-from app.deployments.ingress.service import IngressService
 from app.engine.errors import NotReady
 from app.version import version
 
@@ -19,12 +19,12 @@ from app.version import version
 RETRY_AFTER_S = 2.0
 
 
-def add_health_routes(app: FastAPI, service: IngressService) -> None:
+def add_health_routes(app: FastAPI, bases: BaseModels) -> None:
     @app.get("/", response_model=ServiceInfo)
     async def root() -> Response:
         """Version, base model and links."""
         links = {"openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
-        return JSONResponse({"name": "polylora", "version": version(), "model": service.base_name, "links": links})
+        return JSONResponse({"name": "polylora", "version": version(), "model": bases.first.base_name, "links": links})
 
     @app.get("/version", response_model=Release)
     async def release() -> Response:
@@ -38,11 +38,11 @@ def add_health_routes(app: FastAPI, service: IngressService) -> None:
 
     async def health() -> Response:
         """200 while a request would be served, 503 otherwise."""
-        if service.is_ready():
+        if all(service.is_ready() for service in bases.services):
             return JSONResponse({"status": "ok"})
-        if service.may_sleep:
+        if bases.first.may_sleep:
             return JSONResponse({"status": "asleep"})
-        raise NotReady("no engine replica is ready", retry_after_s=RETRY_AFTER_S)
+        raise NotReady("a base model has no engine replica that is ready", retry_after_s=RETRY_AFTER_S)
 
     for path in ("/health", "/readyz"):
         app.get(path, response_model=Health)(health)

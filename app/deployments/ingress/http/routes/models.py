@@ -1,4 +1,4 @@
-"""/v1/models: the base model, adapters and aliases, in vLLM's format."""
+"""/v1/models: base models, adapters and aliases, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fastapi import FastAPI, Query, Request
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from app.deployments.ingress.base_models import BaseModels
 from app.deployments.ingress.http.request_parsing import MAX_PAGE, Limit, PageQuery, QueryParams, page_body
 from app.deployments.ingress.principal import Principal, http_principal, visible, visible_page
 from app.deployments.ingress.schemas.completions import Model
@@ -29,45 +30,57 @@ class ModelQuery(QueryParams):
     after: str | None = None
 
 
-def add_model_routes(app: FastAPI, service: IngressService) -> None:
+def add_model_routes(app: FastAPI, bases: BaseModels) -> None:
     @app.get("/v1/models", response_model=PageResponse[Model])
     async def models(request: Request, query: Annotated[ModelQuery, Query()]) -> Response:
-        """List the base model, adapters and aliases: all of them, or a page."""
+        """List base models, each with its adapters and aliases: all of them, or a page."""
         caller = http_principal(request)
         if query.limit is not None:
-            return JSONResponse(model_page(service, PageQuery(limit=query.limit, after=query.after), caller))
-        pages = all_models(service, query.after, caller)
+            return JSONResponse(model_page(bases, PageQuery(limit=query.limit, after=query.after), caller))
+        pages = all_models(bases, query.after, caller)
         return StreamingResponse(pages, media_type="application/json")
 
     @app.get("/v1/models/{name:model}", response_model=Model)
     async def model(request: Request, name: str) -> Response:
         """Retrieve a model."""
-        caller, is_base = http_principal(request), service.preprocessor.resolver.is_base
+        caller = http_principal(request)
+        service = bases.serving(name, caller) or bases.first
+        is_base = service.preprocessor.resolver.is_base
         base, colon, adapter_name = name.partition(":")
         plain, version = split_version(adapter_name if colon and is_base(base) else name)
         entry = visible(service.registry, caller, plain)
         if entry is not None and (version is None or _means(service, entry, version)):
-            return JSONResponse(model_of(service, entry, caller))
+            return JSONResponse(model_of(bases, service, entry, caller))
         if is_base(name) and caller.tenant.may_use(service.base_name):
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
 
-def model_page(service: IngressService, page: PageQuery, caller: Principal) -> dict[str, Any]:
-    """The models that the caller may use: the base, then adapters and aliases by name."""
-    base = base_model(service)
-    data = [base] if page.after is None and caller.tenant.may_use(service.base_name) else []
-    after = None if page.after == base["id"] else page.after
-    found = visible_page(service.registry, caller, limit=page.limit - len(data), after=after)
-    data += [model_of(service, entry, caller) for entry in found.entries]
-    return page_body(data, has_more=found.has_more)
+def model_page(bases: BaseModels, page: PageQuery, caller: Principal) -> dict[str, Any]:
+    """The models that the caller may use: each base model, then its adapters and aliases by name."""
+    start, after = 0, page.after
+    if after is not None and (found := bases.serving(after, caller)) is not None:
+        start = bases.services.index(found)
+    data: list[dict[str, Any]] = []
+    has_more = False
+    for service in bases.services[start:]:
+        base = base_model(service)
+        if after is None and caller.tenant.may_use(service.base_name):
+            data.append(base)
+        last = None if after in (None, base["id"]) else after.rpartition(":")[2]
+        entries = visible_page(service.registry, caller, limit=max(page.limit - len(data), 0), after=last)
+        data += [model_of(bases, service, entry, caller) for entry in entries.entries]
+        after, has_more = None, entries.has_more or len(data) > page.limit
+        if has_more:
+            break
+    return page_body(data[: page.limit], has_more=has_more)
 
 
-async def all_models(service: IngressService, after: str | None, caller: Principal) -> AsyncGenerator[bytes]:
+async def all_models(bases: BaseModels, after: str | None, caller: Principal) -> AsyncGenerator[bytes]:
     """The JSON of all models as one list, because OpenAI's client does not paginate; yields to other requests."""
     prefix, last_id, first_id = b'{"object":"list","data":[', None, None
     while True:
-        page = model_page(service, PageQuery(limit=MAX_PAGE, after=after), caller)
+        page = model_page(bases, PageQuery(limit=MAX_PAGE, after=after), caller)
         if page["data"]:
             first_id, last_id = first_id or page["first_id"], page["last_id"]
             yield prefix + to_json(page["data"])[1:-1]
@@ -113,11 +126,11 @@ def base_model(service: IngressService) -> dict[str, Any]:
     }
 
 
-def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[str, Any]:
+def model_of(bases: BaseModels, service: IngressService, entry: Entry, caller: Principal) -> dict[str, Any]:
     """An entry in vLLM's format: `parent` is the base, `root` an alias's main target or an adapter's source.
 
     Paths on this server, sources of another tenant's adapters and targets of its aliases are not disclosed: there
-    `root` is the entry's own name.
+    `root` is the entry's own name. Where another base model has the same name, `id` begins with this one's.
     """
     activation = {}
     if isinstance(entry, AliasEntry):
@@ -130,7 +143,7 @@ def model_of(service: IngressService, entry: Entry, caller: Principal) -> dict[s
         if entry.invocation_tokens:
             activation = {"alora_invocation_tokens": [*entry.invocation_tokens]}
     return {
-        "id": entry.name,
+        "id": bases.model_id(service, entry.name, caller),
         "object": "model",
         "created": int(created),
         "owned_by": "polylora",
