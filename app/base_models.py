@@ -43,7 +43,7 @@ def load_bases(values: Mapping[str, Any], *, environ: Mapping[str, str] | None =
                     f"rest, which belongs beside bases{suggestion}"
                 )
         try:
-            config = load_config(_merged(common, entry), environ=environ)
+            config = load_config(_merge(common, entry), environ=environ)
         except ConfigError as error:
             raise ConfigError(f"bases[{index}]: {error}") from error
         if configs:
@@ -55,12 +55,12 @@ def load_bases(values: Mapping[str, Any], *, environ: Mapping[str, str] | None =
     return tuple(configs)
 
 
-def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """`own` wins; mappings are merged key by key."""
     merged = {**common, **own}
     for name, value in own.items():
         if isinstance(value, Mapping) and isinstance(before := common.get(name), Mapping):
-            merged[name] = _merged(before, value)
+            merged[name] = _merge(before, value)
     return merged
 
 

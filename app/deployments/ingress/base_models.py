@@ -28,9 +28,9 @@ class BaseModels:
     def names(self) -> str:
         return ", ".join(service.base_name for service in self.services)
 
-    def named(self, base_name: str) -> IngressService:
+    def with_base_name(self, base_name: str) -> IngressService:
         """The base model of this name. Raises NotFound."""
-        found = self._with_base_name(base_name)
+        found = self._find_base(base_name)
         if found is None:
             raise NotFound(f"there is no base model {base_name[:80]!r} here; there are {self.names}")
         return found
@@ -38,7 +38,7 @@ class BaseModels:
     def serving(self, name: str, caller: Principal) -> IngressService | None:
         """The base model that a request with this `model` is for; None if the caller may use nothing of this name."""
         base, colon, _ = name.partition(":")
-        found = self._with_base_name(name) or (self._with_base_name(base) if colon else None)
+        found = self._find_base(name) or (self._find_base(base) if colon else None)
         if found is not None:
             return found
         plain, _ = split_version(name)
@@ -76,7 +76,7 @@ class BaseModels:
         owner_id = caller.tenant_id
         chosen: IngressService | None = self.first if len(self.services) == 1 else None
         if base_name is not None:
-            chosen = self.named(base_name)
+            chosen = self.with_base_name(base_name)
         elif chosen is None and names:
             chosen = self.having(names[0], owner_id)
         for part in parts:
@@ -98,7 +98,7 @@ class BaseModels:
                     )
         return chosen
 
-    def _with_base_name(self, name: str) -> IngressService | None:
+    def _find_base(self, name: str) -> IngressService | None:
         return next((each for each in self.services if each.preprocessor.resolver.is_base(name)), None)
 
 

@@ -73,10 +73,10 @@ def make_app(
         service.accounting.clock,
         policy.admin_digest,
     )
-    app = _routed_app(service, bases, policy, sessions)
+    app = _base_app(service, bases, policy, sessions)
     router = None
     if others:
-        router = BaseRouter(bases, [_routed_app(each, bases, policy, sessions) for each in others])
+        router = BaseRouter(bases, [_base_app(each, bases, policy, sessions) for each in others])
     # Starlette runs the middleware that was added last first.
     app.add_middleware(MeteringMiddleware, service=service, policy=policy, addresses=addresses, router=router)
     authenticator = Authenticator(service.accounting, policy)
@@ -94,7 +94,7 @@ def make_app(
     return app
 
 
-def _routed_app(service: IngressService, bases: BaseModels, policy: HttpPolicy, sessions: ConsoleSessions) -> FastAPI:
+def _base_app(service: IngressService, bases: BaseModels, policy: HttpPolicy, sessions: ConsoleSessions) -> FastAPI:
     """One base model's routes and error handlers. `bases`: all of this ingress."""
     register_url_convertor("model", NameConvertor())
     app = FastAPI(

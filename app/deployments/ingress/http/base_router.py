@@ -43,7 +43,7 @@ _MANIFEST = "/v1/loras/manifest"
 _NAMED = ("/v1/loras/", "/v1/aliases/")
 
 
-class Routed(NamedTuple):
+class Target(NamedTuple):
     """Where a request goes. `scope` has no `base_model` in its query; `receive` begins with the body again."""
 
     service: IngressService
@@ -59,7 +59,7 @@ class BaseRouter:
         self._bases = bases
         self._others = dict(zip(bases.services[1:], others, strict=True))
 
-    async def route(self, request: Routed, caller: Principal) -> Routed:
+    async def route(self, request: Target, caller: Principal) -> Target:
         """Where a request goes that has arrived at the first base model. Raises NotFound, InvalidRequest.
 
         A body that cannot be read or parsed is the first application's, which answers with the same error.
@@ -68,31 +68,31 @@ class BaseRouter:
         path, method = scope["path"], scope["method"]
         if path in INFERENCE_PATHS and method == "POST":
             body, receive = await self._body(scope, receive)
-            return self._routed(self._bases.of_body(body, caller), first, scope, receive)
+            return self._to(self._bases.of_body(body, caller), first, scope, receive)
         base_name, scope = _without_base_model(scope)
         name, suffix = _name_in(path)
         if method == "POST" and (path in _LOADS or path in _UNLOADS or path == _MANIFEST):
             body, receive = await self._body(scope, receive)
             if isinstance(body, Mapping):
-                return self._routed(self._managing(path, body, base_name, caller), first, scope, receive)
+                return self._to(self._managing(path, body, base_name, caller), first, scope, receive)
         elif method == "PUT" and name is not None:
             parts: list[str] = []
             if not suffix:
                 body, receive = await self._body(scope, receive)
                 targets = body.get("targets") if isinstance(body, Mapping) else None
                 parts = [*targets] if isinstance(targets, Mapping) else []
-            return self._routed(self._bases.registering([name], base_name, caller, parts), first, scope, receive)
+            return self._to(self._bases.registering([name], base_name, caller, parts), first, scope, receive)
         service = self._bases.first
         if base_name is not None:
-            service = self._bases.named(base_name)
+            service = self._bases.with_base_name(base_name)
         elif name is not None:
             service = self._bases.having(name, caller.tenant_id) or service
         elif path.startswith("/v1/models/"):
             service = self._bases.serving(path.removeprefix("/v1/models/"), caller) or service
-        return self._routed(service, first, scope, receive)
+        return self._to(service, first, scope, receive)
 
-    def _routed(self, service: IngressService, first: ASGIApp, scope: Scope, receive: Receive) -> Routed:
-        return Routed(service, self._others.get(service, first), scope, receive)
+    def _to(self, service: IngressService, first: ASGIApp, scope: Scope, receive: Receive) -> Target:
+        return Target(service, self._others.get(service, first), scope, receive)
 
     def _managing(self, path: str, body: Mapping[str, Any], base_name: str | None, caller: Principal) -> IngressService:
         if isinstance(body.get(BASE_MODEL), str):  # Dynamo's format
@@ -103,7 +103,7 @@ class BaseRouter:
         if path in _UNLOADS:
             name = body.get(_UNLOADS[path])
             found = self._bases.having(name, caller.tenant_id) if isinstance(name, str) else None
-            return self._bases.named(base_name) if base_name is not None else found or self._bases.first
+            return self._bases.with_base_name(base_name) if base_name is not None else found or self._bases.first
         given = [value for field in _LOADS[path] if isinstance(value := body.get(field), str)]
         if not given:  # the route says what is missing
             return self._bases.first

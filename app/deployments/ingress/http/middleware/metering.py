@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config import INFERENCE_PATHS
 from app.deployments.ingress.error_responses import BodyTimeout
-from app.deployments.ingress.http.base_router import BaseRouter, Routed
+from app.deployments.ingress.http.base_router import BaseRouter, Target
 from app.deployments.ingress.http.middleware.content_encoding import decode_body
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, client_address, error_response
 from app.deployments.ingress.principal import STATE, Principal
@@ -69,18 +69,18 @@ class MeteringMiddleware:
         reservation: Reservation | None = None
         refusal: PolyloraError | None = None
         body = _Body(decode_body(scope, receive), self._slow_bodies, self._payer(scope, caller), _bytes_per_call(scope))
-        routed = Routed(self._service, self._app, scope, body.receive)
+        target = Target(self._service, self._app, scope, body.receive)
         try:
             if caller is not None and self._router is not None:
                 try:
-                    routed = await self._router.route(routed, caller)
+                    target = await self._router.route(target, caller)
                 except PolyloraError as error:  # charged like any other request
                     refusal = error
             if caller is not None:
                 try:
-                    reservation = await self._charge_arrival(routed.service, scope, caller)
+                    reservation = await self._charge_arrival(target.service, scope, caller)
                 except LimitError as error:
-                    await self._refuse(routed.service, scope, caller, error)(scope, receive, send)
+                    await self._refuse(target.service, scope, caller, error)(scope, receive, send)
                     return
                 scope["state"][STATE] = caller._replace(reservation=reservation)
             if refusal is not None:
@@ -88,7 +88,7 @@ class MeteringMiddleware:
                 self._service.observe("none", answer.status_code, None)
                 await answer(scope, receive, send)
                 return
-            await routed.app(routed.scope, routed.receive, send)
+            await target.app(target.scope, target.receive, send)
         finally:
             body.close()
             if reservation is not None:
