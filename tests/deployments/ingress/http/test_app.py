@@ -249,10 +249,13 @@ async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Servi
 async def test_a_body_of_many_keys_is_read_in_one_pass(http: httpx.AsyncClient, service: Service) -> None:
     service.preprocessor.limits = LimitsConfig()
     content = "{" + ",".join(f'"k{number}":0' for number in [*range(20_000), 19_999]) + "}"
-    begin_s = time.process_time()
-    error = (await http.post("/v1/completions", content=content)).json()["error"]
-    assert "'k19999' is given twice" in error["message"]
-    assert time.process_time() - begin_s < 1
+    taken_s = []
+    for _ in range(3):  # other threads of this process may compute at the same time
+        begin_s = time.process_time()
+        error = (await http.post("/v1/completions", content=content)).json()["error"]
+        taken_s.append(time.process_time() - begin_s)
+        assert "'k19999' is given twice" in error["message"]
+    assert min(taken_s) < 1
 
 
 @pytest.mark.parametrize(
