@@ -206,7 +206,7 @@ class _Fetch(NamedTuple):
     rate: Any
 
 
-def _cases(builder: Any, num_rows: Any, counts: range) -> Iterator[int]:
+def cases(builder: Any, num_rows: Any, counts: range) -> Iterator[int]:
     """Yield each count of rows with its own block to emit into; the block for `num_rows` is run, if there is one."""
     after = builder.append_basic_block("after.tile")
     switch = builder.switch(num_rows, after)
@@ -226,10 +226,10 @@ def _emit_tile(
     x, x_row, w, w_k, w_panel, depth, out, out_row, out_panel, ahead, accumulate = args
     vector = ir.VectorType(FLOAT, vectors * LANES)
     w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
-    for rows in _cases(builder, num_rows, counts):
-        x_rows = [_address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+    for rows in cases(builder, num_rows, counts):
+        x_rows = [address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
         targets = {
-            (i, p): _address_at(
+            (i, p): address_at(
                 builder, out, builder.add(builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p)))
             )
             for i in range(rows)
@@ -241,7 +241,7 @@ def _emit_tile(
                 for chunk, its_sums in enumerate(sums):
                     k = builder.add(first, builder.add(loop.index, WORD(chunk * CHUNK)))
                     w_step = builder.mul(w_k, k)
-                    places = [_address_at(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
+                    places = [address_at(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
                     for at in places:
                         prefetch(builder, builder.add(at, ahead))
                     _prefetch_line(builder, fetch, k)
@@ -256,16 +256,16 @@ def _emit_bytes_tile(
     builder: Any, num_rows: Any, most_rows: int, args: Any, fetch: _Fetch | None = None, expanded: Any = None
 ) -> None:
     x, x_row, levels, scales, offsets, depth, out, out_row, accumulate = args
-    for rows in _cases(builder, num_rows, range(1, most_rows + 1)):
-        x_rows = [_address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
-        targets = {(i, 0): _address_at(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
+    for rows in cases(builder, num_rows, range(1, most_rows + 1)):
+        x_rows = [address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+        targets = {(i, 0): address_at(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
 
         def emit_steps(first: Any, count: Any, sums: list[_Sums], x_rows: list[Any] = x_rows) -> None:
             num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
             with cgutils.for_range(builder, num_groups, intp=WORD) as group:
                 start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
                 grid = builder.mul(builder.udiv(start, WORD(GROUP)), WORD(_PANEL.count))
-                scale, offset = (_load(builder, _address_at(builder, base, grid), _PANEL) for base in (scales, offsets))
+                scale, offset = (_load(builder, address_at(builder, base, grid), _PANEL) for base in (scales, offsets))
                 left = _at_most(builder, builder.sub(depth, start), GROUP)
                 with cgutils.for_range(builder, left, intp=WORD) as loop:
                     k = builder.add(start, loop.index)
@@ -274,7 +274,7 @@ def _emit_bytes_tile(
                     _prefetch_line(builder, fetch, k)
                     weights = _dequantise(builder, _load(builder, at, _LEVELS, 1), scale, offset)
                     if expanded is not None:
-                        _store(builder, weights, _address_at(builder, expanded, builder.mul(k, WORD(_PANEL.count))))
+                        _store(builder, weights, address_at(builder, expanded, builder.mul(k, WORD(_PANEL.count))))
                     _add_step(builder, x_rows, k, [weights], sums[0])
 
         _emit_chunks(builder, _PANEL, targets, depth, accumulate, emit_steps)
@@ -335,7 +335,7 @@ def _add_to_targets(
 def _add_step(builder: Any, x_rows: list[Any], k: Any, weights: list[Any], sums: _Sums) -> None:
     """sums[i, p] += x_rows[i][k] * weights[p]."""
     for i, row in enumerate(x_rows):
-        value = spread(builder, _load(builder, _address_at(builder, row, k), FLOAT), weights[0].type)
+        value = spread(builder, _load(builder, address_at(builder, row, k), FLOAT), weights[0].type)
         for p, weight in enumerate(weights):
             total = sums[i, p]
             builder.store(fma(builder, value, weight, builder.load(total)), total)
@@ -347,11 +347,11 @@ def _prefetch_line(builder: Any, fetch: _Fetch | None, k: Any) -> None:
         return
     lines = FETCH_BLOCK // 64
     line = builder.udiv(builder.mul(builder.add(fetch.step, k), fetch.rate), WORD(FETCH_UNIT))
-    block = _load(builder, _address_at(builder, fetch.blocks, builder.udiv(line, WORD(lines)), 3), WORD, 8)
-    prefetch(builder, _address_at(builder, block, builder.and_(line, WORD(lines - 1)), 6))
+    block = _load(builder, address_at(builder, fetch.blocks, builder.udiv(line, WORD(lines)), 3), WORD, 8)
+    prefetch(builder, address_at(builder, block, builder.and_(line, WORD(lines - 1)), 6))
 
 
-def _address_at(builder: Any, base: Any, elements: Any, size_bits: int = 2) -> Any:
+def address_at(builder: Any, base: Any, elements: Any, size_bits: int = 2) -> Any:
     """The address `elements` of 2**size_bits bytes behind `base`."""
     return builder.add(base, builder.shl(elements, WORD(size_bits)))
 

@@ -18,6 +18,8 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from app.kernels.int8_matmul.cpu import DotPanels, is_dot, level_of, multiply_dot_panels
+from app.kernels.int8_matmul.quantise import quantise_rows
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
 from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
@@ -116,8 +118,9 @@ def multiply_int8_panels(x, w, first, end, out, accumulate, fetch):
                 step += count_steps(left, 1, count)
 
 
-#: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
-Stack = NDArray[np.float32] | Int8Panels
+#: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis, for
+#: products in float32 or in integers.
+Stack = NDArray[np.float32] | Int8Panels | DotPanels
 
 
 def layer_panels(stack, layer):
@@ -129,6 +132,9 @@ def layer_panels(stack, layer):
 def _layer_panels(stack, layer):
     if isinstance(stack, types.Array):
         return lambda stack, layer: stack[layer]
+    if is_dot(stack):
+        panels = stack.instance_class
+        return lambda stack, layer: panels(stack.levels[layer], stack.scales[layer], stack.offsets[layer], stack.rows)
     return lambda stack, layer: Int8Panels(stack.levels[layer], stack.scales[layer], stack.offsets[layer])
 
 
@@ -144,8 +150,22 @@ def _num_panels_of(w):
     return lambda w: w.levels.shape[0]
 
 
+def prepare_rows(team, phase, x, w):
+    """Quantise x [T, K] for products in integers with w, of which only one may be prepared at a time: one phase. For
+    other weights do nothing. w: of one layer or of all.
+    """
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(prepare_rows)
+def _prepare_rows(team, phase, x, w):
+    if is_dot(w):
+        return lambda team, phase, x, w: quantise_rows(team, phase, x, w.rows)
+    return lambda team, phase, x, w: phase  # noqa: ARG005
+
+
 def multiply_any_panels(x, w, first, end, out, accumulate, fetch):
-    """`multiply_panels` for either kind of weights."""
+    """`multiply_panels` for any kind of weights, after `prepare_rows` of x."""
     raise NotImplementedError("called from compiled code only")
 
 
@@ -155,14 +175,35 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
         return lambda x, w, first, end, out, accumulate, fetch: multiply_panels(
             x, w, first, end, out, accumulate, fetch
         )
+    if is_dot(w):
+        return lambda x, w, first, end, out, accumulate, fetch: multiply_dot_panels(  # noqa: ARG005
+            w.rows, 0, x.shape[0], w, first, end, out, accumulate
+        )
     return lambda x, w, first, end, out, accumulate, fetch: multiply_int8_panels(
         x, w, first, end, out, accumulate, fetch
     )
 
 
+def multiply_some_rows(x, low, high, w, first, end, out, accumulate):
+    """`multiply_any_panels` for rows low to high of x, which is prepared as a whole. out: [high - low, ...]."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(multiply_some_rows)
+def _multiply_some_rows(x, low, high, w, first, end, out, accumulate):
+    if is_dot(w):
+        return lambda x, low, high, w, first, end, out, accumulate: multiply_dot_panels(  # noqa: ARG005
+            w.rows, low, x.shape[0], w, first, end, out, accumulate
+        )
+    return lambda x, low, high, w, first, end, out, accumulate: multiply_any_panels(
+        x[low:high], w, first, end, out, accumulate, NO_FETCH
+    )
+
+
 @jit
 def multiply(team, phase, x, w, out):
-    """out = x @ w for either kind of weights of one layer; see `app.kernels.matmul.cpu.matmul`. One phase."""
+    """out = x @ w for any kind of weights of one layer; see `app.kernels.matmul.cpu.matmul`. At most two phases."""
+    phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w), 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
@@ -198,6 +239,23 @@ def _int8_column(head, token, out):
             out[first + i] = row[i, column]
 
 
+@jit
+def _dot_column(head, token, out):
+    panel, column = token // PANEL, token % PANEL
+    levels, row = np.zeros((GROUP, PANEL), np.uint8), np.empty((GROUP, PANEL), np.float32)
+    layer, depth = layer_panels(head, 0), out.shape[0]
+    for group in range(head.scales.shape[2]):
+        count = min(GROUP, depth - group * GROUP)
+        for i in range(count):
+            levels[i, column] = level_of(layer, panel, group, i, column)
+        expand_bytes(
+            levels.ctypes.data, head.scales[0, panel, group].ctypes.data, head.offsets[0, panel, group].ctypes.data,
+            count, row.ctypes.data,
+        )  # fmt: skip
+        for i in range(count):
+            out[group * GROUP + i] = row[i, column]
+
+
 def _embedding_row(head, token, out):
     """out[:] = column `token` of the tied head."""
     raise NotImplementedError("called from compiled code only")
@@ -207,6 +265,8 @@ def _embedding_row(head, token, out):
 def _embedding_row_of(head, token, out):
     if isinstance(head, types.Array):
         return lambda head, token, out: _column(head, token, out)
+    if is_dot(head):
+        return lambda head, token, out: _dot_column(head, token, out)
     return lambda head, token, out: _int8_column(head, token, out)
 
 

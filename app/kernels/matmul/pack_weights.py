@@ -1,4 +1,4 @@
-"""Packs a checkpoint's float32 weights [N, K] into a `Stack`: float32 panels, or 8-bit `Int8Panels`.
+"""Packs a checkpoint's float32 weights [N, K] into a stack: float32 panels, or 8-bit `Int8Panels`.
 
 A group of 32 weights that lies on a grid of at most 255 equal steps is stored on that grid, so that the product reads
 back every weight to the bit: checkpoints that were quantised in groups of 32 (GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, mostly
@@ -18,13 +18,16 @@ from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import GROUP
 from app.kernels.machine.thread_team import ThreadTeam, claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, pack_into
-from app.kernels.matmul.int8 import Int8Panels, Stack, expand_panel
+from app.kernels.matmul.int8 import Int8Panels, expand_panel
+
+#: A stack as it is filled; `app.kernels.int8_matmul.pack_dot` converts it for products in integers.
+FilledStack = NDArray[np.float32] | Int8Panels
 
 #: Steps of the finest grid that a byte can count.
 MAX_STEPS = 255
 
 
-def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> Stack:
+def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> FilledStack:
     """Allocate `num_layers` weights [num_columns, depth]; the contents are arbitrary before `store`."""
     shape = (num_layers, -(-num_columns // PANEL))
     if not quantised:
@@ -36,7 +39,13 @@ def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: boo
 
 
 def store(
-    team: ThreadTeam, stack: Stack, layer: int, first_column: int, w: NDArray[np.float32], *, only_exact: bool = False
+    team: ThreadTeam,
+    stack: FilledStack,
+    layer: int,
+    first_column: int,
+    w: NDArray[np.float32],
+    *,
+    only_exact: bool = False,
 ) -> bool:
     """Pack w [N, K] into columns first_column (a multiple of 16) and up of one layer; returns whether that was exact.
 
