@@ -35,7 +35,9 @@ def make_admin_key(settings: AppConfig, sleep: Callable[[float], None] = time.sl
     from app.deployments.tenancy.tenant_store import TenantStore
     from app.engine.models.checkpoint import open_model
 
-    registry = open_registry(settings, open_model(settings.model.uri, settings.model.name).spec.digest)
+    registry = open_registry(
+        settings, open_model(settings.model.uri, settings.model.name, settings.engine.compute).spec.digest
+    )
     try:
         value = TenantStore(registry.database).keys.create_admin_key("keygen", None, actor="shell").value
         if registry.stores.others():
@@ -82,7 +84,9 @@ def _has_keys(settings: AppConfig) -> bool:
     from app.deployments.tenancy.tenant_store import TenantStore
     from app.engine.models.checkpoint import open_model
 
-    registry = open_registry(settings, open_model(settings.model.uri, settings.model.name).spec.digest)
+    registry = open_registry(
+        settings, open_model(settings.model.uri, settings.model.name, settings.engine.compute).spec.digest
+    )
     try:
         return bool(TenantStore(registry.database).since(0).keys)
     finally:

@@ -16,7 +16,15 @@ from typing import Any
 
 from app.cli.adapters import add_config_option
 from app.cli.config_file import address_in, read_document, settings_of
-from app.cli.preflight import check_cache, check_device, check_folders, check_model, check_port, check_preloaded
+from app.cli.preflight import (
+    check_cache,
+    check_device,
+    check_folders,
+    check_model,
+    check_port,
+    check_preloaded,
+    integer_form,
+)
 from app.cli.ray_env import has_ha_proxy
 from app.config import AppConfig
 from app.engine.adapters.sandbox.confinement import confinement_gaps
@@ -132,7 +140,12 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
     """The checks by name; each returns what it found or raises PolyloraError."""
 
     def engine() -> str:
-        return check_device(settings.engine)
+        found, form = check_device(settings.engine), integer_form(settings.engine)
+        return (
+            found
+            if form is None
+            else f"{found}; it multiplies in integers by its {form} form, which passed its self-test"
+        )
 
     def folders() -> str:
         check_folders(settings, os.environ)

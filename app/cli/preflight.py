@@ -60,6 +60,18 @@ def check_device(engine: EngineConfig) -> str:
     return check_device_is_here(engine)
 
 
+def integer_form(engine: EngineConfig) -> str | None:
+    """The form of products in integers that `engine.cpu.compute` needs, if it does. Raises ConfigError if none works.
+
+    The first call on a machine compiles kernels for some seconds.
+    """
+    if engine.compute != "int8":
+        return None
+    from app.engine.models import weight_stacks  # heavy
+
+    return weight_stacks.integer_form()
+
+
 def fetch_embedder(settings: AppConfig, progress: Progress) -> None:
     """Download the encoder that model "auto" needs. A failure is logged: all other models work without it."""
     uri = settings.semantic_router.embedder
@@ -85,7 +97,7 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
     from app.engine.engine import max_model_len_of
     from app.engine.models.checkpoint import load_checkpoint
 
-    checkpoint = load_checkpoint(path, settings.model.name)
+    checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.compute)
     if checkpoint.needs_vllm and settings.engine.vllm is None:
         raise ConfigError(f"{checkpoint.needs_vllm}; set engine.vllm or take another checkpoint than {path}")
     max_model_len_of(settings.engine, checkpoint.spec)

@@ -29,6 +29,8 @@ from app.engine.errors import ConfigError
 EvictionPolicy = Literal["lru", "lfu", "cost"]
 
 WeightDtype = Literal["auto", "float32", "int8"]
+#: Arithmetic of the base model's products. `app.kernels.int8_matmul.reference` defines int8.
+Compute = Literal["float32", "int8"]
 
 
 #: The most draft tokens of a sequence in a step.
@@ -62,6 +64,21 @@ class CpuConfig(_Section):
         description="Type of the base weights in memory: auto takes int8 for the projections that lose nothing by it "
         "and float32 for the others; int8 (groups of 32) takes int8 for all, a third of the bytes.",
     )
+    compute: Compute = Field(
+        "float32",
+        description="Arithmetic of base products: float32; or int8, faster and less exact, for projections in 8 "
+        "bits: their inputs are rounded to 8 bits in groups of 32, as by llama.cpp. Each is a base model version of "
+        "its own, with its own tenants and adapters.",
+    )
+
+    @model_validator(mode="after")
+    def _check_compute(self) -> Self:
+        if self.compute == "int8" and self.weight_dtype == "float32":
+            raise ValueError(
+                "engine.cpu.compute is int8, which multiplies weights stored in 8 bits, but engine.cpu.weight_dtype is "
+                "float32; set it to auto or int8"
+            )
+        return self
 
 
 class CudaConfig(_Section):
@@ -277,6 +294,11 @@ class EngineConfig(BaseModel):
         device = self.cpu or self.cuda or self.xla or self.vllm
         assert device is not None, "validation sets a section where there is none"
         return device
+
+    @property
+    def compute(self) -> Compute:
+        """The arithmetic of the base model's products, a part of its digest."""
+        return self.cpu.compute if self.cpu is not None else "float32"
 
     @property
     def rank_alignment(self) -> int:

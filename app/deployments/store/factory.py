@@ -57,7 +57,7 @@ class OpenStore(Generic[H]):
         NotReady.
         """
         self._counts = counts
-        self._checkpoint = open_model(config.model.uri, config.model.name)
+        self._checkpoint = open_model(config.model.uri, config.model.name, config.engine.compute)
         digest = self._checkpoint.spec.digest
         base_uri = config.tenants.base_uri
         self._tenants_digest = digest if base_uri is None else open_model(base_uri, base_uri).spec.digest

@@ -23,7 +23,7 @@ from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
 from app.engine.cpu.outputs import rows_of, sample, with_sums
-from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes
+from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, integer_rows
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.prefault import PagePrefaulter
@@ -40,12 +40,13 @@ STEPS_AHEAD = 4
 
 
 class CpuBackend(AdapterBackend):
-    """Weights in packed panels, float32 arithmetic; batch-invariant."""
+    """Weights in packed panels, arithmetic as `engine.cpu.compute` says; batch-invariant."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
         """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
 
-        Raises CheckpointError for a missing tensor or a spec that this decoder cannot run.
+        Raises CheckpointError for a missing tensor or a spec that this decoder cannot run, ConfigError for an
+        arithmetic that cannot serve these weights.
         """
         self.spec = spec
         self._config = config
@@ -58,7 +59,9 @@ class CpuBackend(AdapterBackend):
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
-        self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team).pack_all(tensors)
+        samples = config.max_num_seqs + self.limits.num_draft_rows
+        rows = integer_rows(spec, config.max_num_batched_tokens, samples) if cpu.compute == "int8" else None
+        self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team, rows).pack_all(tensors)
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would fault 60 of them.
         layers = [layer for layer in (*self._k_memory, *self._v_memory) if layer.size]

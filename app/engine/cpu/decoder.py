@@ -173,7 +173,7 @@ class Workspace(NamedTuple):
 
 
 #: Phases of a step outside its layers, and the most of a layer.
-STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES + LATENT_PHASES
+STEP_PHASES, LAYER_PHASES = 9, 15 + EXPERT_PHASES + LATENT_PHASES
 
 
 @jit

@@ -100,7 +100,7 @@ class EncoderWorkspace(NamedTuple):
 
 
 #: Phases of a layer, and of a step outside its layers.
-LAYER_PHASES, STEP_PHASES = 12, 1
+LAYER_PHASES, STEP_PHASES = 16, 1
 
 
 @jit

@@ -26,7 +26,7 @@ from app.engine.errors import CheckpointError
 from app.engine.models.hf import encoder_weight_names as names
 from app.engine.models.linear_modules import uniform_modules
 from app.engine.models.spec import ModelSpec
-from app.engine.models.weight_stacks import StackWriter, log_storage
+from app.engine.models.weight_stacks import StackWriter, log_storage, stacks_for_integers
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
@@ -35,10 +35,11 @@ Floats = NDArray[np.float32]
 
 
 class EncoderBackend(AdapterBackend):
-    """Weights in packed panels, float32 arithmetic; batch-invariant."""
+    """Weights in packed panels, arithmetic as `engine.cpu.compute` says; batch-invariant."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
-        """`tensors` yields each weight once. Raises CheckpointError for a missing tensor."""
+        """`tensors` yields each weight once. Raises CheckpointError for a missing tensor, ConfigError for an arithmetic
+        that cannot serve these weights."""
         assert spec.encoder is not None
         self.spec = spec
         self._first_place = spec.encoder.first_position
@@ -55,7 +56,13 @@ class EncoderBackend(AdapterBackend):
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._weights = _pack_weights(spec, tensors, cpu.weight_dtype, self._team)
+        self._weights = _pack_weights(
+            spec,
+            tensors,
+            cpu.weight_dtype,
+            self._team,
+            config.max_num_batched_tokens if cpu.compute == "int8" else None,
+        )
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
@@ -111,9 +118,13 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
 
 
 def _pack_weights(
-    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], weight_dtype: WeightDtype, team: ThreadTeam
-) -> encoder.EncoderWeights:
-    """Put every tensor in its place; CheckpointError for one that has none or is missing."""
+    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], weight_dtype: WeightDtype, team: ThreadTeam,
+    integer_rows: int | None,
+) -> encoder.EncoderWeights:  # fmt: skip
+    """Put every tensor in its place; CheckpointError for one that has none or is missing.
+
+    integer_rows: the most rows of a product in integers; None: every product is in float32.
+    """
     expected = names.encoder_tensors(spec)
     count, hidden = len(spec.layers), spec.hidden_size
     norms = {names.ATTENTION_NORM: np.zeros((count, 2, hidden), np.float32)}
@@ -150,6 +161,8 @@ def _pack_weights(
         raise CheckpointError(f"{spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
     packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
     log_storage(spec.name, packed)
+    if integer_rows is not None:
+        packed = stacks_for_integers(spec.name, packed, dict.fromkeys(list(packed), integer_rows))
     return encoder.EncoderWeights(
         words=whole[names.WORDS], places=whole[names.PLACES], segment=whole[names.SEGMENTS][0].copy(),
         input_norm=input_norm, attention_norm=norms[names.ATTENTION_NORM], mlp_norm=norms[names.MLP_NORM], **packed,

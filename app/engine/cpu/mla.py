@@ -26,7 +26,7 @@ from app.kernels.sgmv.cpu import shrink
 Floats = NDArray[np.float32]
 
 #: The most phases of a layer's latent attention.
-LATENT_PHASES = 20
+LATENT_PHASES = 27
 
 
 class MlaWeights(NamedTuple):

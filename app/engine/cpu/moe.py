@@ -25,7 +25,7 @@ from app.kernels.sgmv.cpu import shrink
 Floats = NDArray[np.float32]
 
 #: Phases of a mixture-of-experts feed-forward.
-EXPERT_PHASES = 17
+EXPERT_PHASES = 23
 
 
 class ExpertWeights(NamedTuple):

@@ -44,7 +44,9 @@ from app.engine.models.weight_names import (
     latent_norm_widths,
     qk_norm_widths,
 )
-from app.engine.models.weight_stacks import StackWriter, log_storage
+from app.engine.models.weight_stacks import StackWriter, log_storage, stacks_for_integers
+from app.kernels.int8_matmul.cpu import DotPanels
+from app.kernels.int8_matmul.pack_dot import unpack_dot
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.matmul.int8 import Int8Panels, Stack
@@ -70,6 +72,22 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     )  # fmt: skip
 
 
+def integer_rows(spec: ModelSpec, num_tokens: int, num_samples: int) -> dict[str, int]:
+    """The most rows of each product that `compute: int8` covers: all but routers and gates of shared experts.
+
+    These choose or weigh experts, a fraction of a percent of the work: llama.cpp keeps them in float32 too.
+    """
+    mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
+    rows = {"head": num_samples}
+    for module, _ in stacked_modules(spec):
+        if module.name not in ("router", "shared_gate"):
+            per_token = mixture.router.top_k if mixture is not None and module.num_experts is not None else 1
+            rows[module.name] = num_tokens * per_token
+    if spec.layers[0].attention.latent is not None:
+        rows |= dict.fromkeys((LATENT_KEYS.name, LATENT_VALUES.name), num_tokens * spec.layers[0].attention.num_heads)
+    return rows
+
+
 class PackedModules:
     """The base model's linear modules, for `AdapterExtras`."""
 
@@ -85,6 +103,10 @@ class PackedModules:
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
         stack: Stack = self._array(module.name)
         place = self._layers[module.name].index(key.layer)
+        if isinstance(stack, DotPanels):
+            at = (place, columns)
+            own_panels = type(stack)(stack.levels[at], stack.scales[at], stack.offsets[at], stack.rows)
+            return dequantise(unpack_dot(own_panels, module.d_in))
         if isinstance(stack, Int8Panels):
             return dequantise(Int8Panels._make(part[place, columns] for part in stack))
         return stack[place, columns]
@@ -108,8 +130,12 @@ class PackedModules:
 class WeightPacker:
     """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
 
-    def __init__(self, spec: ModelSpec, max_positions: int, weight_dtype: WeightDtype, team: ThreadTeam) -> None:
-        self._spec = spec
+    def __init__(
+        self, spec: ModelSpec, max_positions: int, weight_dtype: WeightDtype, team: ThreadTeam,
+        integer_rows: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """integer_rows: `max_rows` of `stacks_for_integers`; None: every product is in float32."""
+        self._spec, self._integer_rows = spec, integer_rows
         count, hidden = len(spec.layers), spec.hidden_size
         attentions = [layer.attention for layer in spec.layers]
         stacked = stacked_modules(spec)
@@ -165,7 +191,8 @@ class WeightPacker:
                 self._places[path] = module.name, place, start
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
-        """Pack every tensor; CheckpointError for one that has no place or is missing."""
+        """Pack every tensor; CheckpointError for one that has no place or is missing, ConfigError as in
+        `stacks_for_integers`."""
         expected = set(expected_tensors(self._spec))
         for name, tensor in tensors:
             if name not in expected:
@@ -174,8 +201,11 @@ class WeightPacker:
             self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
         if expected:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
-        stacks = {name: writer.stack for name, writer in self._stacks.items()}
+        stacks: dict[str, Stack] = {name: writer.stack for name, writer in self._stacks.items()}
         log_storage(self._spec.name, stacks)
+        if self._integer_rows is not None:
+            self._stacks.clear()
+            stacks = stacks_for_integers(self._spec.name, stacks, self._integer_rows)
         parts = {
             "experts": _expert_weights(self._spec, stacks, self._arrays),
             "latent": _latent_weights(self._spec, stacks, self._arrays),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.config import Compute
 from app.engine.errors import CheckpointError
 from app.engine.models.download.digest import base_digest, file_sha256
 from app.engine.models.download.model_download import resolve_model
@@ -48,13 +49,23 @@ class Checkpoint:
     tensors: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
     needs_vllm: str = ""
 
+    def computed_in(self, compute: Compute) -> Checkpoint:
+        """This model with its arithmetic in the digest, so that nothing computed in one is used with another.
 
-def open_model(uri: str, name: str) -> Checkpoint:
+        KV blocks, adapters and everything registered for a base model belong to a digest; float32's is the files'.
+        """
+        if compute == "float32":
+            return self
+        parts = [("files", self.spec.digest), ("compute", hashlib.sha256(compute.encode()).hexdigest())]
+        return replace(self, spec=replace(self.spec, digest=base_digest(parts)))
+
+
+def open_model(uri: str, name: str, compute: Compute = "float32") -> Checkpoint:
     """Open the base model at `uri` under this name, downloading it once per machine if necessary.
 
     Only `tensors` reads the weights. Raises SourceError, CheckpointError.
     """
-    return load_checkpoint(resolve_model(uri), name)
+    return load_checkpoint(resolve_model(uri), name).computed_in(compute)
 
 
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:

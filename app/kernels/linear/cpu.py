@@ -17,7 +17,7 @@ from app.kernels.extra_weights.cpu import ExtraTables, change_columns, restore_r
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
-from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, prepare_rows
 from app.kernels.sgmv.cpu import expand_panels
 from app.kernels.sgmv.prefetch import MOST_BLOCKS, list_fetch, shrink_ranges
 
@@ -61,8 +61,9 @@ def _panels_per_piece(num_rows, num_panels, runs):
 def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras, out):
     """out (+)= x @ w + bias, and the modules' deltas. x, w, out: see `matmul`; the rest: see `expand_panels`.
 
-    The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
+    The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase, and one to prepare x.
     """
+    phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w), 0
     has_extras = extras.runs.shape[0] > 0
     size = _panels_per_piece(x.shape[0], num_panels, runs)
@@ -100,10 +101,11 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
 
 @jit
 def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, gate_up, gated):
-    """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
+    """gated = act(gate) * up: both products with their deltas, and the activation of the same columns.
 
-    w holds the panels of gate, then those of up; the rest as in `project`.
+    w holds the panels of gate, then those of up; the rest, and the phases, as in `project`.
     """
+    phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w) // 2, 0
     width = num_panels * PANEL
     size = _panels_per_piece(2 * x.shape[0], num_panels, runs)

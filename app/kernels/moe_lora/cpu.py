@@ -18,8 +18,8 @@ from app.kernels.activation.cpu import activate, activate_clamped
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD
 from app.kernels.machine.thread_team import claim_piece, finish_phase
-from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.int8 import layer_panels, multiply_any_panels
+from app.kernels.matmul.cpu import PANEL, multiply_columns, panels_per_piece
+from app.kernels.matmul.int8 import layer_panels, multiply_some_rows, prepare_rows
 from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
 
 #: Pairs per piece of a shrink, for few and for many pairs.
@@ -125,12 +125,15 @@ def _pieces(num_pairs, num_experts, num_panels):
 def experts_gate_and_up(
     team, phase, x, num_pairs, pairs, slots, stack, at, biases, rows, h, gelu, limit, alpha, gate_up, gated
 ):
-    """gated[i] = act(gate(x[i])) * up(x[i]) of the i-th pair's expert, with its adapter's deltas. One phase.
+    """gated[i] = act(gate(x[i])) * up(x[i]) of the i-th pair's expert, with its adapter's deltas.
+
+    One phase, and one to prepare x.
 
     stack: packed weights, gate's panels before up's, expert e's at index at + e; biases: [..., 2 * W] likewise, or
     [0, 0]. limit, alpha: see `activate_clamped`; without a limit (0) `gelu` says which activation. slots: [T], or [0]
     where no row has an adapter. gate_up: [>= P, 2 * W], scratch; gated: [>= P, I].
     """
+    phase = prepare_rows(team, phase, x[:num_pairs], stack)
     num_experts, half, done = pairs.busy.shape[0], gate_up.shape[1] // (2 * PANEL), 0
     most, size, count = _pieces(num_pairs, num_experts, half)
     num_pieces = most * count
@@ -143,7 +146,7 @@ def experts_gate_and_up(
             panels, columns = layer_panels(stack, at + expert), gate_up[low:high]
             for n in range(2):
                 adds = _fill(columns, biases, at + expert, n * half + first, n * half + end)
-                multiply_any_panels(x[low:high], panels, n * half + first, n * half + end, columns, adds, NO_FETCH)
+                multiply_some_rows(x[:num_pairs], low, high, panels, n * half + first, n * half + end, columns, adds)
                 if slots.shape[0] > 0:
                     _add_deltas(pairs, slots, rows, expert, n, first, end, h, gate_up, n * half)
             last = min(end * PANEL, gated.shape[1])
@@ -158,10 +161,11 @@ def experts_gate_and_up(
 
 @jit
 def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, rows, h, out):
-    """out[i] = down(x[i]) of the i-th pair's expert, with its adapter's delta; the rest as above. One phase.
+    """out[i] = down(x[i]) of the i-th pair's expert, with its adapter's delta; the rest as above.
 
     out: [>= P, W].
     """
+    phase = prepare_rows(team, phase, x[:num_pairs], stack)
     num_experts, num_panels, done = pairs.busy.shape[0], out.shape[1] // PANEL, 0
     most, size, count = _pieces(num_pairs, num_experts, num_panels)
     num_pieces = most * count
@@ -172,8 +176,8 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, row
             end = min(first + size, num_panels)
             low, high = pairs.starts[expert], pairs.starts[expert + 1]
             adds = _fill(out[low:high], biases, at + expert, first, end)
-            multiply_any_panels(
-                x[low:high], layer_panels(stack, at + expert), first, end, out[low:high], adds, NO_FETCH
+            multiply_some_rows(
+                x[:num_pairs], low, high, layer_panels(stack, at + expert), first, end, out[low:high], adds
             )
             if slots.shape[0] > 0:
                 _add_deltas(pairs, slots, rows, expert, 0, first, end, h, out, 0)

@@ -1,7 +1,8 @@
 """The property: a request's tokens and log-probabilities are the same bits alone and in any batch.
 
 `batch_invariance.py` says which batches; zero differing bits are allowed, over at least `MIN_BATCHES` batches in all.
-Its weights are such that `auto` takes 8 bits for all of them, so both ways to store weights are tested.
+Its weights are such that `auto` takes 8 bits for all of them, so both ways to store weights, and both arithmetics, are
+tested.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.engine.config import CpuConfig, WeightDtype
+from app.engine.config import CpuConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
@@ -22,32 +23,38 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
 
 
 @pytest.mark.parametrize(
-    ("weight_dtype", "spec"),
+    ("cpu", "spec"),
     [
-        ("float32", None),
-        ("auto", None),
-        ("float32", gemma_spec("gemma2")),
-        ("float32", gemma_spec("gemma3_text")),
-        ("auto", gemma_spec("gemma3_text")),
-        ("float32", mixture_spec()),
-        pytest.param("auto", mixture_spec(), marks=pytest.mark.nightly),  # a minute of compilation
-        ("float32", latent_spec()),
-        ("float32", sinks_spec()),
+        (CpuConfig(weight_dtype="float32"), None),
+        (CpuConfig(), None),
+        (CpuConfig(compute="int8"), None),
+        (CpuConfig(weight_dtype="float32"), gemma_spec("gemma2")),
+        (CpuConfig(weight_dtype="float32"), gemma_spec("gemma3_text")),
+        (CpuConfig(), gemma_spec("gemma3_text")),
+        (CpuConfig(weight_dtype="float32"), mixture_spec()),
+        pytest.param(CpuConfig(), mixture_spec(), marks=pytest.mark.nightly),  # a minute of compilation
+        (CpuConfig(compute="int8"), mixture_spec()),
+        (CpuConfig(weight_dtype="float32"), latent_spec()),
+        (CpuConfig(compute="int8"), latent_spec()),
+        (CpuConfig(weight_dtype="float32"), sinks_spec()),
     ],
     ids=[
         "dense",
         "dense in 8 bits",
+        "dense in integers",
         "gemma2",
         "gemma3",
         "gemma3 in 8 bits",
         "mixture",
         "mixture in 8 bits",
+        "mixture in integers",
         "latents",
+        "latents in integers",
         "sinks",
     ],
 )
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_batch(
-    weight_dtype: WeightDtype, spec: ModelSpec | None
+    cpu: CpuConfig, spec: ModelSpec | None
 ) -> None:
     disturbances = np.zeros(len(KINDS), np.int64)
     budget = Budget(BUDGET_S)
@@ -56,6 +63,6 @@ def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_batch(
         or disturbances[0] < MIN_BATCHES
         or (not disturbances.all() and disturbances[0] < 10 * MIN_BATCHES)
     ):
-        disturbances += disturbed(CpuBackend, CpuConfig(weight_dtype=weight_dtype), spec=spec)
+        disturbances += disturbed(CpuBackend, cpu, spec=spec)
     # Everything that could disturb a request has happened.
     assert disturbances.all(), dict(zip(KINDS, disturbances, strict=True))
