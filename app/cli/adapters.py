@@ -52,17 +52,18 @@ def add_base_options(parser: argparse.ArgumentParser) -> None:
 
 
 def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
-    """The base model that the options name. Its `name` is the one in the settings, followed by the file's if that
-    differs.
+    """The base model that the options name, in the settings' arithmetic. Its `name` is the one in the settings,
+    followed by the file's if that differs.
     """
     from app.cli.config_file import read_settings
+    from app.engine.models.checkpoint import in_arithmetic
 
     if arguments.base:
         spec = _base_spec(arguments.base)
         is_fetched = "://" in arguments.base  # its folder's name says little
         return replace(spec, name=arguments.base) if is_fetched else spec
-    model = read_settings(arguments.config).model
-    spec = _base_spec(model.uri)
+    settings = read_settings(arguments.config)
+    model, spec = settings.model, in_arithmetic(_base_spec(settings.model.uri), settings.engine.compute)
     return spec if model.name == spec.name else replace(spec, name=f"{model.name} ({spec.name})")
 
 

@@ -141,11 +141,8 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
 
     def engine() -> str:
         found, form = check_device(settings.engine), integer_form(settings.engine)
-        return (
-            found
-            if form is None
-            else f"{found}; it multiplies in integers by its {form} form, which passed its self-test"
-        )
+        computes = "" if form is None else f"; it multiplies in integers by its {form} form, which passed its self-test"
+        return found + computes
 
     def folders() -> str:
         check_folders(settings, os.environ)

@@ -16,6 +16,7 @@ from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card,
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.errors import AdapterFormatError
+from app.engine.models.checkpoint import in_arithmetic
 from app.engine.models.spec import ExpertsSpec, ModelSpec, RouterSpec
 from tests.engine.adapters.random_adapters import (
     peft_config,
@@ -149,6 +150,24 @@ def test_without_a_base_it_is_that_of_the_settings(
     assert f"no: adapter '{folder.name}' has rank 4 and an engine holds at most rank 0" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         _run("check", folder, "--config", config, "--base", "tiny")
+
+
+def test_digests_are_those_of_the_settings_arithmetic(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A signature is of a digest: a server that computes in int8 accepts what was signed with its settings."""
+    spec = replace(SPEC, digest="ab" * 32)
+    monkeypatch.setattr(commands, "_base_spec", {"tiny": spec}.__getitem__)
+    config, key = tmp_path / "serve.yaml", tmp_path / "key"
+    arguments = "{model: {uri: tiny}, engine: {cpu: {compute: int8}}}"
+    config.write_text(f"applications: [{{import_path: 'app.main:build', args: {arguments}}}]")
+    digest = read_peft(folder, in_arithmetic(spec, "int8")).card.digest
+    assert digest != read_peft(folder, spec).card.digest
+    assert _run("check", folder, "--config", config) == 0
+    assert f"digest {digest}" in capsys.readouterr().out
+    assert _run("keygen", key) == 0
+    assert _run("sign", folder, "--key", key, "--config", config) == 0
+    assert digest[:12] in capsys.readouterr().out
 
 
 def test_experts_are_counted(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from app.cli.status import ray_lines, status_lines
 from app.config import AppConfig
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.errors import ConfigError, PolyloraError
+from app.engine.models import weight_stacks
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.spec import EncoderSpec, LayerSpec, MlpSpec
 from load_tests.service import free_port
@@ -237,6 +238,20 @@ def test_the_doctor_says_what_vllm_takes(
     settings = AppConfig.model_validate({"engine": {"vllm": {**sizes, **section}}})
     assert says in doctor._on_devices(fake_spec(), settings)
     assert doctor._on_devices(fake_spec(), AppConfig()) == ""
+
+
+def test_the_doctor_says_which_form_multiplies_in_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(compute: str) -> str:
+        settings = AppConfig.model_validate({"engine": {"cpu": {"compute": compute}}})
+        return doctor._checks(("127.0.0.1", 1), settings)["engine"]()
+
+    monkeypatch.setattr(weight_stacks, "active_form", lambda: "avx2")
+    assert engine("float32") == "engine.cpu is installed"
+    assert engine("int8").startswith("engine.cpu is installed; it multiplies in integers by its avx2 form")
+    monkeypatch.setattr(weight_stacks, "active_form", lambda: None)
+    assert engine("float32") == "engine.cpu is installed"
+    with pytest.raises(ConfigError, match="set it to float32"):
+        engine("int8")
 
 
 def test_the_doctor_says_what_the_kernel_cannot_deny_adapters_processes(monkeypatch: pytest.MonkeyPatch) -> None:

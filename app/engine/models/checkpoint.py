@@ -50,14 +50,19 @@ class Checkpoint:
     needs_vllm: str = ""
 
     def computed_in(self, compute: Compute) -> Checkpoint:
-        """This model with its arithmetic in the digest, so that nothing computed in one is used with another.
+        """This model, see `in_arithmetic`."""
+        return replace(self, spec=in_arithmetic(self.spec, compute))
 
-        KV blocks, adapters and everything registered for a base model belong to a digest; float32's is the files'.
-        """
-        if compute == "float32":
-            return self
-        parts = [("files", self.spec.digest), ("compute", hashlib.sha256(compute.encode()).hexdigest())]
-        return replace(self, spec=replace(self.spec, digest=base_digest(parts)))
+
+def in_arithmetic(spec: ModelSpec, compute: Compute) -> ModelSpec:
+    """The spec with the arithmetic in its digest, so that nothing computed in one is used with another.
+
+    KV blocks, adapters and everything registered for a base model belong to a digest; float32's is the files'.
+    """
+    if compute == "float32":
+        return spec
+    parts = [("files", spec.digest), ("compute", hashlib.sha256(compute.encode()).hexdigest())]
+    return replace(spec, digest=base_digest(parts))
 
 
 def open_model(uri: str, name: str, compute: Compute = "float32") -> Checkpoint:

@@ -33,9 +33,9 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         (CpuConfig(), gemma_spec("gemma3_text")),
         (CpuConfig(weight_dtype="float32"), mixture_spec()),
         pytest.param(CpuConfig(), mixture_spec(), marks=pytest.mark.nightly),  # a minute of compilation
-        (CpuConfig(compute="int8"), mixture_spec()),
+        pytest.param(CpuConfig(compute="int8"), mixture_spec(), marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), latent_spec()),
-        (CpuConfig(compute="int8"), latent_spec()),
+        pytest.param(CpuConfig(compute="int8"), latent_spec(), marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), sinks_spec()),
     ],
     ids=[
