@@ -109,6 +109,7 @@ def _decoder(
         num_kv_blocks=-(-settings.num_prompt_tokens // 16) + 2 + most * (-(-length // 16) + 1),
         max_model_len=max(settings.num_prompt_tokens + 3, length),
         enable_prefix_caching=False,
+        lora_load_bytes_per_step=1 << 30,  # so that all streams of the first run begin together
         target_step_ms=0,
         speculative_decoding="off",
     )

@@ -9,10 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.int8_matmul import reference, self_test
-from app.kernels.int8_matmul.cpu import multiply_dot_panels
 from app.kernels.int8_matmul.pack_dot import pack_dot, unpack_dot
-from app.kernels.int8_matmul.quantise import new_rows, quantise_rows
-from app.kernels.machine.jit import jit
+from app.kernels.int8_matmul.quantise import new_rows
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.int8 import Int8Panels
 from tests.kernels.cases import normal
@@ -21,13 +19,6 @@ from tests.seeds import rng
 Floats = NDArray[np.float32]
 GROUP = reference.GROUP
 FORMS = self_test.machine_forms()
-
-
-@jit
-def _multiply(team, phase, x, low, high, w, first, end, out, accumulate):  # type: ignore[no-untyped-def]
-    phase = quantise_rows(team, phase, x, w.rows)
-    multiply_dot_panels(w.rows, low, x.shape[0], w, first, end, out[low:high], accumulate)
-    return phase
 
 
 class Weights:
@@ -46,7 +37,7 @@ class Weights:
         stack = pack_dot(Int8Panels._make(part[None] for part in self.panels), form, rows)
         w = type(stack)(stack.levels[0], stack.scales[0], stack.offsets[0], rows)
         for first, end in ((0, cut), (cut, len(self.panels.levels))):
-            ThreadTeam(1).run(_multiply, 2, x, low, len(x), w, first, end, out, accumulate)
+            ThreadTeam(1).run(self_test.multiply_part, 2, x, low, len(x), w, first, end, out, accumulate)
 
 
 def _panels(columns: NDArray[np.generic]) -> NDArray[np.generic]:

@@ -66,7 +66,7 @@ def _is_equal(
     rows = new_rows(num_rows * num_groups * GROUP)
     stack = pack_dot(Int8Panels(_panels(levels)[None], _panels(scales)[None], _panels(offsets)[None]), form, rows)
     w = type(stack)(stack.levels[0], stack.scales[0], stack.offsets[0], rows)
-    ThreadTeam(1).run(multiply_whole, 2, x, w, out)
+    ThreadTeam(1).run(multiply_part, 2, x, 0, num_rows, w, 0, 2, out, True)
     return bool(np.array_equal(out.view(np.int32), expected.view(np.int32)))
 
 
@@ -76,8 +76,8 @@ def _panels(columns: NDArray[Any]) -> NDArray[Any]:
 
 
 @jit
-def multiply_whole(team, phase, x, w, out):
-    """out += x @ w on one thread. At most two phases."""
+def multiply_part(team, phase, x, low, high, w, first, end, out, accumulate):
+    """out (+)= rows low to high of x @ panels first to end of w, on one thread. One phase."""
     phase = quantise_rows(team, phase, x, w.rows)
-    multiply_dot_panels(w.rows, 0, x.shape[0], w, 0, w.levels.shape[0], out, True)
+    multiply_dot_panels(w.rows, low, x.shape[0], w, first, end, out[low:high], accumulate)
     return phase

@@ -27,7 +27,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
     [
         (CpuConfig(weight_dtype="float32"), None),
         (CpuConfig(), None),
-        (CpuConfig(compute="int8"), None),
+        pytest.param(CpuConfig(compute="int8"), None, marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), gemma_spec("gemma2")),
         (CpuConfig(weight_dtype="float32"), gemma_spec("gemma3_text")),
         (CpuConfig(), gemma_spec("gemma3_text")),

@@ -91,6 +91,7 @@ def test_logits_are_those_of_transformers_with_rounded_inputs_and_near_float32(t
         assert 1e-4 < _rms(rounded - exact) / _rms(exact) < 0.1
 
 
+@pytest.mark.nightly  # half a minute of compilation
 # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_embeddings_keep_their_bits_in_a_batch_and_come_near_float32(tmp_path: Path) -> None:
