@@ -38,7 +38,7 @@ _ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 
 
 def doc_strings() -> Iterator[str]:
-    """Of the standard library's modules, classes and functions, in the order of their files."""
+    """Yield those of the standard library's modules, classes and functions, in the order of their files."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

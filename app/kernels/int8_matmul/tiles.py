@@ -1,7 +1,7 @@
 """A register tile of `app.kernels.int8_matmul.reference`, as Numba intrinsics: one form per instruction set.
 
 A form only decides how the integer sums of a group are computed. They are exact, and the float arithmetic around them
-is the same code for all, so every form gives the same bits; `self_test` checks that on the machine at hand.
+is the same code for all, so every form gives the same bits; `self_test` checks that on each machine.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _emit_held_rows(builder: Any, form: Form, level_bits: int, rows: int, at: _O
             for i in range(rows):
                 row = builder.add(first_row, WORD(i))
                 dots = [_dot(builder, form, group.passes[n], at, row) for n in range(len(group.passes))]
-                total = _scaled(builder, group, _joined(builder, dots), at, row, builder.load(sums[i, v]))
+                total = _add_scaled(builder, group, _join(builder, dots), at, row, builder.load(sums[i, v]))
                 builder.store(total, sums[i, v])
     for (i, v), total in sums.items():
         _store(builder, builder.load(total), _place(builder, at.out, WORD(i), v * form.lanes))
@@ -189,12 +189,12 @@ def _emit_passing_rows(builder: Any, form: Form, level_bits: int, at: _Operands)
                     dot = _dot(builder, form, weights, at, row)
                     if number > 0:
                         place = _place(builder, at.dots, rows.index, 0)
-                        dot = _joined(builder, [_load(builder, place, ints), dot])
+                        dot = _join(builder, [_load(builder, place, ints), dot])
                     if number < last:
                         _store(builder, dot, _place(builder, at.dots, rows.index, 0))
                         continue
                     place = _place(builder, at.out, rows.index, v * form.lanes)
-                    total = _scaled(builder, group, dot, at, row, _load(builder, place, floats))
+                    total = _add_scaled(builder, group, dot, at, row, _load(builder, place, floats))
                     _store(builder, total, place)
 
 
@@ -241,7 +241,7 @@ def _dot(builder: Any, form: Form, weights: list[Any], at: _Operands, row: Any) 
     return form.total(builder, total)
 
 
-def _joined(builder: Any, dots: list[Any]) -> Any:
+def _join(builder: Any, dots: list[Any]) -> Any:
     """The sums of whole levels from those of their lower and upper four bits; a single one is returned."""
     if len(dots) == 1:
         return dots[0]
@@ -249,7 +249,7 @@ def _joined(builder: Any, dots: list[Any]) -> Any:
     return builder.add(low, builder.shl(high, _spread_constant(high.type, 4)))
 
 
-def _scaled(builder: Any, group: _Group, dot: Any, at: _Operands, row: Any, total: Any) -> Any:
+def _add_scaled(builder: Any, group: _Group, dot: Any, at: _Operands, row: Any, total: Any) -> Any:
     """total + (scale * x_scale) * dot + offset * x_sum: two fused multiply-adds."""
     x_scale, x_sum = (
         spread(builder, _load(builder, address_at(builder, base, row), FLOAT), total.type)
