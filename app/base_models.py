@@ -26,8 +26,9 @@ def engine_deployment(index: int) -> str:
 
 def load_bases(values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> tuple[AppConfig, ...]:
     """The settings of each base model, in order; without `bases` there is one. Raises ConfigError."""
-    if (values.get("tenants") or {}).get("base_uri") is not None:
-        raise ConfigError("tenants.base_uri is set by bases; leave it out")
+    for name in ("base_uri", "base_compute"):
+        if (values.get("tenants") or {}).get(name) is not None:
+            raise ConfigError(f"tenants.{name} is set by bases; leave it out")
     if "bases" not in values:
         return (load_config(values, environ=environ),)
     entries, common = values["bases"], {name: value for name, value in values.items() if name != "bases"}
@@ -47,7 +48,8 @@ def load_bases(values: Mapping[str, Any], *, environ: Mapping[str, str] | None =
         except ConfigError as error:
             raise ConfigError(f"bases[{index}]: {error}") from error
         if configs:
-            tenants = config.tenants.model_copy(update={"base_uri": configs[0].model.uri})
+            first = {"base_uri": configs[0].model.uri, "base_compute": configs[0].engine.compute}
+            tenants = config.tenants.model_copy(update=first)
             config = config.model_copy(update={"tenants": tenants})
         configs.append(config)
     if problem := next(_conflicts(configs), None):

@@ -41,6 +41,13 @@ def test_each_base_has_its_own_settings_and_what_is_common(tmp_path: Path) -> No
     assert values["engine"] == {"lora_pool_rows": 64, "cpu": {"num_threads": 2}}, "the file's values are not changed"
 
 
+def test_the_registry_with_the_projects_is_found_whatever_the_arithmetic_of_its_base_model(tmp_path: Path) -> None:
+    bases = [{"model": A, "engine": {"cpu": {"compute": "int8"}}}, {"model": B}]
+    first, second = load_bases({"adapters": {"state_dir": str(tmp_path)}, "bases": bases})
+    assert second.tenants_store_key == first.store_key
+    assert (second.for_store.tenants.base_uri, second.for_store.tenants.base_compute) == ("/models/a", "int8")
+
+
 def test_the_first_registry_has_the_projects_of_all(tmp_path: Path) -> None:
     first, second = load_bases({"adapters": {"state_dir": str(tmp_path)}, "bases": [{"model": A}, {"model": B}]})
     alone = load_config({"adapters": {"state_dir": str(tmp_path)}, "model": A})

@@ -65,7 +65,11 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
         {"model": {"name": "other"}},
     ):
         assert load_config(values, environ={}).store_key == base.store_key, values
-    for values in ({"adapters": {"state_dir": str(tmp_path)}}, {"model": {"uri": "/elsewhere"}}):
+    for values in (
+        {"adapters": {"state_dir": str(tmp_path)}},
+        {"model": {"uri": "/elsewhere"}},
+        {"engine": {"cpu": {"compute": "int8"}}},
+    ):
         assert load_config(values, environ={}).store_key != base.store_key, values
     urls = {
         "POLYLORA_REGISTRY_URL": [
@@ -90,6 +94,12 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
 def test_a_store_knows_what_may_be_pinned(engine: dict[str, Any]) -> None:
     changed = load_config({"engine": engine}, environ={})
     assert PinLimits.of(changed.for_store) == PinLimits.of(changed)
+
+
+def test_a_store_reads_adapters_for_the_arithmetic_of_its_engines() -> None:
+    config = load_config({"engine": {"cpu": {"compute": "int8", "num_threads": 2}}}, environ={})
+    assert config.for_store.engine.compute == "int8"
+    assert config.for_store.store_key == config.store_key
 
 
 def test_a_databases_password_stays_in_the_environment() -> None:

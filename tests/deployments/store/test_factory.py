@@ -17,7 +17,9 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.sandbox.packing import PackedAdapter
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge, ConfigError, NotFound
+from app.engine.models.checkpoint import load_checkpoint
 from tests.deployments.managed import ADA, MINE, fails, upload, wanted
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
@@ -155,3 +157,15 @@ async def test_wrong_files_are_refused_and_the_name_means_what_it_meant(process:
     present = process.opened.parts.registry.catalog.get("tuned", **MINE)
     assert present is not None
     assert present.ref == before.ref
+
+
+async def test_adapters_are_read_and_projects_found_for_the_arithmetic_of_the_engines(
+    process: Process, folder: Path
+) -> None:
+    config = process.config("old")
+    config = config.model_copy(update={"engine": EngineConfig(cpu=CpuConfig(compute="int8"))})
+    tenants = config.tenants.model_copy(update={"base_uri": config.model.uri, "base_compute": "int8"})
+    await process.close()
+    process.open(config.model_copy(update={"tenants": tenants}))
+    digest = load_checkpoint(folder / "model").computed_in("int8").spec.digest
+    assert (process.opened._checkpoint.spec.digest, process.opened._tenants_digest) == (digest, digest)
