@@ -309,6 +309,11 @@ def check_description(description: str | None) -> None:
         )
 
 
+def lacks_oci_version(source: str) -> bool:
+    """Whether this is an address in an OCI registry without a tag or digest."""
+    return source.startswith("oci://") and not {":", "@"} & set(source.rpartition("/")[2])
+
+
 def check_source(source: str) -> None:
     """Raises UnsafeSource for a malformed source, wherever adapters may come from; InvalidRequest for a missing
     revision.
@@ -323,7 +328,7 @@ def check_source(source: str) -> None:
         raise InvalidRequest(
             f"{source[:200]!r}: a revision is missing; give one: {source[:200]}@main, or a commit", param="path"
         )
-    if source.startswith("oci://") and not {":", "@"} & set(source.rpartition("/")[2]):
+    if lacks_oci_version(source):
         raise InvalidRequest(
             f"{source[:200]!r}: a tag is missing; give one: {source[:200]}:latest, or a digest, @sha256:...",
             param="path",

@@ -15,7 +15,7 @@ from typing import Any
 
 from app.config import AdaptersConfig
 from app.deployments.registry.jobs.auto_registration import Resolver
-from app.deployments.registry.models import DEFAULT_TENANT, check_source
+from app.deployments.registry.models import DEFAULT_TENANT, check_source, lacks_oci_version
 from app.engine.adapters.combining.combination import is_combination
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
@@ -48,7 +48,7 @@ class TemplateResolver:
     def __init__(self, template: str, roots: Sequence[Path]) -> None:
         if template.startswith("hf://") and "@" not in template:
             raise ConfigError(f"adapters.resolvers: {template!r} has no revision; write {template}@main, or a commit")
-        if template.startswith("oci://") and not {":", "@"} & set(template.rpartition("/")[2]):
+        if lacks_oci_version(template):
             raise ConfigError(f"adapters.resolvers: {template!r} has no tag; write {template}:latest, or another")
         self._template = template
         self._roots = roots
