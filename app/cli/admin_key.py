@@ -10,10 +10,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
 from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AppConfig
 from app.deployments.tenancy.auth.key_crypto import environment_digest
 from app.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from app.deployments.registry.registry import Registry
 
 #: Printed at the start of a service that requires no key.
 OPEN_NOTICE = (
@@ -30,14 +34,10 @@ def make_admin_key(settings: AppConfig, sleep: Callable[[float], None] = time.sl
 
     If a service runs, this returns when it has read the registry again, so the next command may use the key.
     """
-    from app.deployments.registry.registry import open_registry
     from app.deployments.tenancy.service import SYNC_INTERVAL_S
     from app.deployments.tenancy.tenant_store import TenantStore
-    from app.engine.models.checkpoint import open_model
 
-    registry = open_registry(
-        settings, open_model(settings.model.uri, settings.model.name, settings.engine.compute).spec.digest
-    )
+    registry = _open_registry(settings)
     try:
         value = TenantStore(registry.database).keys.create_admin_key("keygen", None, actor="shell").value
         if registry.stores.others():
@@ -80,17 +80,21 @@ def is_open(url: str) -> bool:
 
 
 def _has_keys(settings: AppConfig) -> bool:
-    from app.deployments.registry.registry import open_registry
     from app.deployments.tenancy.tenant_store import TenantStore
-    from app.engine.models.checkpoint import open_model
 
-    registry = open_registry(
-        settings, open_model(settings.model.uri, settings.model.name, settings.engine.compute).spec.digest
-    )
+    registry = _open_registry(settings)
     try:
         return bool(TenantStore(registry.database).since(0).keys)
     finally:
         registry.close()
+
+
+def _open_registry(settings: AppConfig) -> Registry:
+    from app.deployments.registry.registry import open_registry
+    from app.engine.models.checkpoint import open_model
+
+    checkpoint = open_model(settings.model.uri, settings.model.name, settings.engine.compute)
+    return open_registry(settings, checkpoint.spec.digest)
 
 
 def _is_loopback(host: str) -> bool:
