@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from app.engine.config import WeightDtype
 from app.engine.errors import ConfigError
-from app.kernels.int8_matmul.cpu import DotPanels
 from app.kernels.int8_matmul.pack_dot import pack_dot
 from app.kernels.int8_matmul.quantise import new_rows
 from app.kernels.int8_matmul.self_test import active_form
@@ -82,5 +81,5 @@ def stacks_for_integers(model: str, stacks: dict[str, Stack], max_rows: Mapping[
 
 def log_storage(model: str, stacks: Mapping[str, Stack]) -> None:
     """Log at start which modules are in float32, so that an operator sees what `auto` chose."""
-    wide = [name for name, stack in stacks.items() if not isinstance(stack, (Int8Panels, DotPanels))]
+    wide = [name for name, stack in stacks.items() if not isinstance(stack, Int8Panels)]
     _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", model, ", ".join(wide) or "none")
