@@ -90,12 +90,13 @@ class Scheduler:
         block_size = self._blocks.block_size
         running, queue = self.live.running, self.queue
         token_limit_of: dict[str, int] = {}
+        preferred: list[Sequence] = []
         if self._isolation.is_on and self._has_memory:
             token_limit_of = self._isolation.token_limits(running, queue.first_of_each(), queue.counter_of)
-        preferred: list[Sequence] = []
-        if token_limit_of:
-            places = self._max_sequences - len(running)
-            preferred = self._isolation.make_places(running, queue, token_limit_of, places, self._displace)
+        num_free = self._max_sequences - len(running)
+        if num_free < len(queue.waiting_tenants()) and self._has_memory:
+            wide = token_limit_of or self._isolation.wide_tenants(running, queue.first_of_each())
+            preferred = self._isolation.make_places(running, queue, wide, num_free, self._displace)
         preempted: list[Sequence] = []
         skipped = self._isolation.take_turns(running, token_limit_of)
         index = 0

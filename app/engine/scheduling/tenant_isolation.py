@@ -1,11 +1,13 @@
-"""Tenant isolation (`engine.max_tenant_slowdown`): a bound on how much tenants with many streams slow down the others.
+"""Tenant isolation: bounds on how much tenants with many streams delay the others.
 
-A tenant is wide if it runs more sequences, by weight, than the mean of all tenants. A step takes at most `slowdown`
-times as long as it would for the other tenants alone: wide tenants get a token limit, and their sequences take turns. A
-wide tenant never gets fewer tokens, by weight, than the widest of the others, so limited tenants are still served
-equally. A flood therefore slows the steps of a tenant with n sequences down by at most max(`slowdown`, t(2n) / t(n)),
-where t(n) is the time of a step of n sequences. If no place is free, the youngest sequence of the widest tenant gives
-its place to another tenant's first request. Taking turns does not change the bits of an answer.
+A tenant is wide if it runs more sequences, by weight, than the mean of all tenants. If no place is free, the youngest
+sequence of the widest tenant gives its place to another tenant's first request.
+
+With `engine.max_tenant_slowdown` a step also takes at most that many times as long as it would for the other tenants
+alone: wide tenants get a token limit, and their sequences take turns. A wide tenant never gets fewer tokens, by weight,
+than the widest of the others, so limited tenants are still served equally. A flood therefore slows the steps of a
+tenant with n sequences down by at most max(slowdown, t(2n) / t(n)), where t(n) is the time of a step of n sequences.
+Neither changes the bits of an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -29,6 +31,8 @@ _MAX_TURNS = 4096
 #: A tenant counts as running for so many steps after its last sequence: its next request is probably on its way and
 #: should not meet a wide step.
 _RECENT_STEPS = 8
+#: In one step at most so many sequences give their places to others.
+_MAX_DISPLACED = 64
 #: A wide tenant that is behind by more than `_UNEVEN`, in the fair queue's prices, gets one more token per step for
 #: each `_CATCH_UP` beyond it.
 _UNEVEN, _CATCH_UP = 256.0, 128.0
@@ -81,7 +85,7 @@ class _RecentWidth(NamedTuple):
 
 
 class TenantIsolation:
-    """The isolation of one engine. A `slowdown` of 0 switches it off."""
+    """The isolation of one engine. With a `slowdown` of 0 steps may take any time."""
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
@@ -98,7 +102,20 @@ class TenantIsolation:
 
     @property
     def is_on(self) -> bool:
+        """Whether steps have a bound; places are made in any case."""
         return self._slowdown > 0
+
+    def wide_tenants(self, running: SequenceOf[Sequence], waiting: Iterable[Sequence]) -> list[str]:
+        """Tenants that run more sequences, by weight, than the mean of all that run or wait.
+
+        `waiting` has one sequence of each waiting tenant.
+        """
+        widths = Counter(sequence.tenant_id for sequence in running)
+        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
+        for sequence in waiting:
+            if sequence.tenant_id not in widths:
+                widths[sequence.tenant_id], weights[sequence.tenant_id] = 1, sequence.request.weight
+        return _wide(widths, weights)
 
     def token_limits(
         self,
@@ -121,8 +138,7 @@ class TenantIsolation:
         if len(widths) < 2:
             self._turns.clear()
             return {}
-        mean = sum(widths.values()) / sum(weights.values())
-        wide_tenants = [tenant_id for tenant_id, width in widths.items() if width > mean * weights[tenant_id]]
+        wide_tenants = _wide(widths, weights)
         others = [tenant_id for tenant_id in widths if tenant_id not in wide_tenants]
         if not wide_tenants or not others:  # all are equal, apart from rounding
             return {}
@@ -153,10 +169,8 @@ class TenantIsolation:
         """
         preferred: list[Sequence] = []
         least = queue.least_waiting()
-        for waiting_sequence in queue.first_of_each():
-            num_free -= 1
-            if num_free >= 0:
-                continue
+        in_order = sorted(queue.first_of_each(), key=lambda sequence: queue.counter_of(sequence.tenant_id))
+        for waiting_sequence in in_order[num_free : num_free + _MAX_DISPLACED]:
             victim = self.victim(running, waiting_sequence, wide_tenants, queue.counter_of, least)
             if victim is None:
                 continue
@@ -236,3 +250,8 @@ class TenantIsolation:
         if shares[widest] < (widths[waiting_sequence.tenant_id] + 1) / waiting_sequence.request.weight:
             return None
         return next(sequence for sequence in reversed(running) if sequence.tenant_id == widest)
+
+
+def _wide(widths: Mapping[str, int], weights: Mapping[str, float]) -> list[str]:
+    mean = sum(widths.values()) / sum(weights.values())
+    return [tenant_id for tenant_id, width in widths.items() if width > mean * weights[tenant_id]]

@@ -233,6 +233,27 @@ def test_a_flood_moves_first_tokens_by_no_more_than_it_may(
     assert rates["flood"] > 0.5 * rates["one"], "the flood goes on"
 
 
+@pytest.mark.parametrize("slowdown", [0.0, 1.5])
+def test_a_flood_of_long_answers_makes_places(slowdown: float) -> None:
+    """Every request of another tenant starts within two steps, although the flood's answers take hundreds."""
+    backend = SteppingBackend(BackendLimits(2048, 8, 0, 8, 1), fake_spec(max_positions=512))
+    config = EngineConfig(max_tenant_slowdown=slowdown, max_num_seqs=8, speculative_decoding="off")
+    engine = Engine(backend, config, clock=lambda: backend.now_s)
+    lasting = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    brief = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    for index in range(40):
+        engine.submit(fake_request(f"flood-{index}", [index % 7] * 16, tenant_id="flood", sampling=lasting))
+    for _ in range(20):
+        engine.step()
+    for index in range(30):
+        request_id = f"one-{index}"
+        engine.submit(fake_request(request_id, [3, index % 7] * 8, tenant_id="one", sampling=brief))
+        steps = [[chunk for chunk in engine.step() if chunk.request_id == request_id] for _ in range(10)]
+        assert any(chunk.token_ids for chunks in steps[:2] for chunk in chunks), f"request {index} waits"
+        assert steps[-1] or steps[-2] or any(chunk.finish_reason for chunks in steps for chunk in chunks)
+    engine.check()
+
+
 class Arriving(NamedTuple):
     """How a tenant sends: so many requests open at most, of so long prompts and answers at most, this often."""
 
@@ -259,7 +280,7 @@ def test_service_of_those_that_wait_stays_within_the_bound_while_places_are_give
     token = OUTPUT_PRICE + HELD_BLOCK_PRICE * -(-(longest + max_output) // 8)
     running = num_places * max_output * token
     least = min(tenant.weight for tenant in tenants.values())
-    bound = 2 * max(INPUT_PRICE * longest, running) / least + (lead if slowdown else 0.0)
+    bound = 2 * max(INPUT_PRICE * longest, running) / least + lead
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.engine.scheduling.tenant_isolation.MAX_LEAD", lead)
         gaps = service_gaps(slowdown, tenants, num_places, random.Random(data.draw(st.integers(0, 1 << 31))))
