@@ -253,7 +253,7 @@ class EngineConfig(BaseModel):
         "twice the time of decoding alone if that is longer. 0: as many as max_num_batched_tokens allows.",
     )
     max_tenant_slowdown: float = Field(
-        0.0,
+        1.5,
         ge=0,
         le=100,
         allow_inf_nan=False,

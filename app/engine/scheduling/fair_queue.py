@@ -7,8 +7,8 @@ admission to decide.
 
 VTC's bound: while two tenants both wait for a turn, their weighted service differs by at most twice the larger of one
 longest prompt's price, with its adapter load, and the price of everything running at once, with what it holds.
-`engine.max_tenant_slowdown` adds `MAX_LEAD`: a tenant may get the place of another's stream, ahead of this order, until
-it is that far ahead of every waiting tenant.
+Where all places are taken, `MAX_LEAD` is added: a tenant may get the place of another's stream, ahead of this order,
+until it is that far ahead of every waiting tenant.
 
 Over several replicas: `add_remote_service` reports what other replicas served. A tenant that got more there than the
 other tenants that wait here has a remote debt, and its service here is charged up to `SURCHARGE` times until the debt

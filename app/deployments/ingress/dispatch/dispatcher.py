@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
 from app.deployments.ingress.dispatch.stream import Stream
-from app.engine.errors import PolyloraError
+from app.engine.errors import PolyloraError, QueueFull
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
+
+#: Refusals that are remembered at a time.
+MAX_REFUSALS = 4096
+#: The longest time for which a refused request is not to be repeated.
+MAX_HOLD_S = 8.0
+#: Refusals whose answers are held back at a time.
+MAX_HELD_BACK = 256
 
 #: (request, its usage), called when a request has ended (`UsageRecorder.record_usage`).
 CountEnded = Callable[[GenerateRequest, RequestUsage], None]
@@ -32,6 +40,66 @@ class Batcher(Protocol):
         ...
 
 
+class _Refused(NamedTuple):
+    """The sequences of the smallest refused request; it may be repeated at `until_s`, `hold_s` after the refusal."""
+
+    num_sequences: int
+    until_s: float
+    hold_s: float
+    error: QueueFull
+
+
+class RecentRefusals:
+    """Requests for which no engine had room, until they may be repeated.
+
+    Meanwhile the tenant's requests for the same adapter that are at least as large are refused here, and their answers
+    are held back until then: a client that repeats them at once costs no work of the engines, little of the ingress,
+    and delays nobody else's requests. The time is the error's `Retry-After`, and doubles with each refusal in a row.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[tuple[str, str | None], _Refused] = {}  # by tenant and adapter digest
+        self._num_held_back = 0
+
+    def add(self, request: GenerateRequest, num_sequences: int, error: QueueFull) -> None:
+        """Record that an engine refused a request of so many sequences."""
+        now_s, key = self._clock(), _refusal_key(request)
+        if len(self._refused) >= MAX_REFUSALS:
+            self._refused = {each: refused for each, refused in self._refused.items() if refused.until_s > now_s}
+        before, hold_s = self._refused.get(key), error.retry_after_s
+        if before is None:
+            if len(self._refused) >= MAX_REFUSALS:
+                return
+        elif now_s < before.until_s:  # of the same request, or sent before the other was refused
+            self._refused[key] = before._replace(num_sequences=min(num_sequences, before.num_sequences))
+            return
+        elif now_s < before.until_s + before.hold_s:
+            hold_s = min(2 * before.hold_s, MAX_HOLD_S)
+        self._refused[key] = _Refused(num_sequences, now_s + hold_s, hold_s, error)
+
+    async def check(self, requests: Sequence[GenerateRequest]) -> None:
+        """Raises QueueFull if one as large was refused and is not to be repeated yet, at the time when it may be.
+
+        If `MAX_HELD_BACK` wait for that already, at once.
+        """
+        for request in requests if self._refused else ():
+            refused = self._refused.get(_refusal_key(request))
+            if refused is None or len(requests) < refused.num_sequences or refused.until_s <= self._clock():
+                continue
+            if self._num_held_back < MAX_HELD_BACK:
+                self._num_held_back += 1
+                try:
+                    await asyncio.sleep(refused.until_s - self._clock())
+                finally:
+                    self._num_held_back -= 1
+            raise QueueFull(str(refused.error), retry_after_s=refused.hold_s)
+
+
+def _refusal_key(request: GenerateRequest) -> tuple[str, str | None]:
+    return request.tenant_id, None if request.adapter is None else request.adapter.digest
+
+
 class Dispatcher:
     """All streams of one ingress process, on one event loop."""
 
@@ -43,11 +111,17 @@ class Dispatcher:
         self._batcher = batcher
         self.connections = connections
         self.cold = cold
+        self.refusals = RecentRefusals()
 
     async def stream(
-        self, request: GenerateRequest, deadline_s: float = math.inf, on_assigned: Callable[[], None] = lambda: None
+        self,
+        request: GenerateRequest,
+        deadline_s: float = math.inf,
+        on_assigned: Callable[[], None] = lambda: None,
+        num_sequences: int = 1,
     ) -> AsyncGenerator[TokenChunk]:
         """Chunks of one request; the last one has a finish reason. `on_assigned` is called when a replica has it.
+        `num_sequences`: how many the client's request has.
 
         Raises NotReady, QueueFull, EngineFailure, DeadlineExceeded. Closing the generator aborts the sequence.
         `deadline_s` is on the event loop's clock.
@@ -67,6 +141,8 @@ class Dispatcher:
                     stream.on_chunk(item)
                     yield item
                 elif isinstance(item, PolyloraError):
+                    if isinstance(item, QueueFull):
+                        self.refusals.add(request, num_sequences, item)
                     raise item
                 elif stream.on_loss(item):
                     await self._attempt(stream)

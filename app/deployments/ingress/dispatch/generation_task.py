@@ -113,9 +113,10 @@ class GenerationTask:
         return self._sequence_deltas(0) if len(self.requests) == 1 else self._merge()
 
     async def _sequence_deltas(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
-        chunks = self.dispatcher.stream(self.requests[index], self.deadline_s, self._note_assigned)
+        request = self.requests[index]
+        chunks = self.dispatcher.stream(request, self.deadline_s, self._note_assigned, len(self.requests))
         echo = self.echoes[index] if self.echoes else ""
-        prediction = self.requests[index].prediction_ids
+        prediction = request.prediction_ids
         answered: list[int] = []
         timing: RequestTiming | None = None
         source = text_deltas(chunks, self.new_decoder(), self.stops, self.special_stops, keep_end=self.keeps_end)

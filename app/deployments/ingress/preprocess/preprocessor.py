@@ -328,6 +328,7 @@ class RequestPreprocessor:
             ids, caller, arrival_s, fields, prompts, refs, limit, num_logprobs, prompt_logprobs, names,
             requested, prediction, is_stream=is_stream,
         )  # fmt: skip
+        await self._dispatcher.refusals.check(requests)
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         reservation = await self._accounting.admit(caller, requests, None if resolved is None else resolved.reservation)
         return GenerationTask(

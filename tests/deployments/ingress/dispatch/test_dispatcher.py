@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from app.config import PlacementConfig
-from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.dispatch.dispatcher import MAX_HELD_BACK, MAX_REFUSALS, Dispatcher, RecentRefusals
 from app.deployments.ingress.dispatch.stream import MAX_LOSSES, Loss, Stream
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.rpc.transport import EngineFailed
@@ -737,3 +737,57 @@ async def test_prompts_that_begin_alike_are_computed_where_that_is_cached(make_f
         assert last.usage is not None
         assert (last.usage.cached_tokens > 100) == (index >= 3)
     await dispatcher.close()
+
+
+async def test_a_refused_request_is_not_tried_again_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One as large as a refused one is held back until it may be repeated; others are not."""
+    now_s, slept = 100.0, []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("app.deployments.ingress.dispatch.dispatcher.asyncio.sleep", sleep)
+    refusals, request = RecentRefusals(lambda: now_s), fake_request("r", [1], tenant_id="flood")
+    await refusals.check([request] * 64)
+    for _ in range(3):  # the request's own sequences
+        refusals.add(request, 64, QueueFull("full", retry_after_s=1.0))
+    await refusals.check([request] * 63)
+    await refusals.check([fake_request("r", [1], tenant_id="other")] * 64)
+    await refusals.check([replace(request, adapter=AdapterRef("a", "digest", "uri"))] * 64)
+    assert slept == []
+    now_s = 100.25
+    with pytest.raises(QueueFull, match="full") as refused:
+        await refusals.check([request] * 64)
+    assert (slept, refused.value.retry_after_s) == ([0.75], 1.0)
+    for hold_s in (2.0, 4.0, 8.0, 8.0):
+        now_s += slept[-1]
+        await refusals.check([request] * 64)
+        refusals.add(request, 64, QueueFull("full", retry_after_s=1.0))
+        with pytest.raises(QueueFull):
+            await refusals.check([request] * 64)
+        assert slept[-1] == hold_s, "refused again and again"
+    now_s += 20
+    refusals.add(request, 2, QueueFull("full", retry_after_s=1.0))
+    with pytest.raises(QueueFull):
+        await refusals.check([request] * 2)
+    assert slept[-1] == 1.0, "the last refusal is long ago"
+
+
+async def test_held_back_answers_have_a_bound() -> None:
+    refusals, request = RecentRefusals(), fake_request("r", [1], tenant_id="flood")
+    refusals.add(request, 1, QueueFull("full", retry_after_s=60.0))
+    waiting = [asyncio.create_task(refusals.check([request])) for _ in range(MAX_HELD_BACK)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await asyncio.wait_for(refusals.check([request]), 5)
+    assert not any(task.done() for task in waiting)
+    waiting[0].cancel()
+    await asyncio.gather(waiting[0], return_exceptions=True)
+    another = asyncio.create_task(refusals.check([request]))
+    await asyncio.sleep(0.01)
+    assert not another.done(), "a client that leaves makes room"
+    for task in (*waiting, another):
+        task.cancel()
+    for index in range(2 * MAX_REFUSALS):
+        refusals.add(fake_request("r", [1], tenant_id=f"t{index}"), 1, QueueFull("full"))
+    assert len(refusals._refused) <= MAX_REFUSALS

@@ -530,6 +530,10 @@ async def test_a_project_s_flood_of_sequences_leaves_places_to_others(org: Org) 
         asyncio.create_task(org.ask("bob", "POST", "/v1/completions", json=many | {"n": number})) for number in (1, 16)
     ]
     await until(lambda: replica.engine._waiting.used_by(org.ids["bob"]) == 17)
+    num_submitted = len(replica.submitted)
+    again = await org.ask("ada", "POST", "/v1/completions", json=many)
+    assert (again.status_code, again.json()["error"]["code"]) == (429, "queue_full")
+    assert len(replica.submitted) == num_submitted, "refused without the engine"
     replica.backend.max_steps = None
     replica.backend.resumed.set()
     assert [(await victim).status_code for victim in victims] == [200, 200]

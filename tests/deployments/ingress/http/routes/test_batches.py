@@ -612,13 +612,13 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
     stream = dispatcher.stream
 
     async def full(
-        request: GenerateRequest, deadline_s: float, on_assigned: Callable[[], None]
+        request: GenerateRequest, deadline_s: float, on_assigned: Callable[[], None], num_sequences: int
     ) -> AsyncGenerator[TokenChunk]:
         nonlocal num_refused
         if num_refused < 5:
             num_refused += 1
             raise QueueFull("full", retry_after_s=0.01)
-        async for chunk in stream(request, deadline_s, on_assigned):
+        async for chunk in stream(request, deadline_s, on_assigned, num_sequences):
             yield chunk
 
     monkeypatch.setattr(dispatcher, "stream", full)
