@@ -40,7 +40,7 @@ class Batcher(Protocol):
         ...
 
 
-class _Refused(NamedTuple):
+class _Refusal(NamedTuple):
     """The sequences of the smallest refused request; it may be repeated at `until_s`, `hold_s` after the refusal."""
 
     num_sequences: int
@@ -54,12 +54,12 @@ class RecentRefusals:
 
     Meanwhile the tenant's requests for the same adapter that are at least as large are refused here, and their answers
     are held back until then: a client that repeats them at once costs no work of the engines, little of the ingress,
-    and delays nobody else's requests. The time is the error's `Retry-After`, and doubles with each refusal in a row.
+    and delays no other requests. The time is the error's `Retry-After`, and doubles with each refusal in a row.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._refused: dict[tuple[str, str | None], _Refused] = {}  # by tenant and adapter digest
+        self._refused: dict[tuple[str, str | None], _Refusal] = {}  # by tenant and adapter digest
         self._num_held_back = 0
 
     def add(self, request: GenerateRequest, num_sequences: int, error: QueueFull) -> None:
@@ -76,7 +76,7 @@ class RecentRefusals:
             return
         elif now_s < before.until_s + before.hold_s:
             hold_s = min(2 * before.hold_s, MAX_HOLD_S)
-        self._refused[key] = _Refused(num_sequences, now_s + hold_s, hold_s, error)
+        self._refused[key] = _Refusal(num_sequences, now_s + hold_s, hold_s, error)
 
     async def check(self, requests: Sequence[GenerateRequest]) -> None:
         """Raises QueueFull if one as large was refused and is not to be repeated yet, at the time when it may be.
