@@ -103,13 +103,14 @@ class Admission:
         max_batches: int = 0,
         token_limit_of: Mapping[str, int] | None = None,
         preferred: list[Sequence] | None = None,
+        places_of: Mapping[str, int] | None = None,
     ) -> AdmissionResult:
         """Start sequences in fair order.
 
         At most `max_sequences`, `max_batches` of them batch sequences, until `max_tokens` are filled. `token_limit_of`:
         the most tokens that some tenants may compute in this step. `preferred` sequences, for which places were made,
-        are tried first. The limit on bytes written protects running streams: if nothing runs, all that have room start
-        together.
+        are tried first. `places_of`: the most interactive sequences of some tenants that may start. The limit on bytes
+        written protects running streams: if nothing runs, all that have room start together.
         """
         queue_pass = _Pass()
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
@@ -117,6 +118,7 @@ class Admission:
         self._is_open = False
         num_tokens = num_block_refusals = num_batches = 0
         tokens_left_of = dict(token_limit_of or {})
+        places_left_of = dict(places_of or {})
         for sequence in _with_first(preferred or [], self._queue.candidates()):
             if len(queue_pass.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
@@ -124,6 +126,9 @@ class Admission:
             is_batch = sequence.request.is_batch
             if is_batch and num_batches == max_batches:
                 break  # all that follow are batch sequences
+            places_left = max_sequences if is_batch else places_left_of.get(sequence.tenant_id, max_sequences)
+            if places_left <= 0:
+                continue
             is_urgent = self._queue.is_urgent(sequence)
             if not sequence.has_memory and num_tokens + sequence.num_pending > max_tokens:
                 self._is_open = True  # an encoder's text is computed whole, in the next step
@@ -143,6 +148,7 @@ class Admission:
             self._start(sequence, found)
             queue_pass.admit(sequence)
             num_batches += is_batch
+            places_left_of[sequence.tenant_id] = places_left - (not is_batch)
             count = min(sequence.num_pending, tokens_left_of.get(sequence.tenant_id, max_tokens))
             num_tokens += count
             if sequence.tenant_id in tokens_left_of:

@@ -7,6 +7,7 @@ estimated from its tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,12 @@ from app.engine.scheduling.schedule import Schedule
 from app.engine.scheduling.scheduler import Scheduler, embedding, overflow_error
 from app.engine.sequence import Sequence, Status
 from app.engine.vllm.worker_process import Frame
+from app.engine.warm_up import WARM_UP
 
+#: While several tenants send requests, this part of the places, at least one, is not for the tenant that runs most.
+RESERVED_SHARE = 1 / 16
+#: A tenant counts as sending requests for so long after its last one.
+RECENT_S = 60.0
 #: While others run, a batch sequence starts only below this use of the KV memory.
 MAX_BATCH_KV_USAGE = 3 / 4
 
@@ -43,10 +49,14 @@ class VllmScheduler(Scheduler):
         self.unsent: dict[str, Sequence] = {}  # by request id
         self.sent: dict[str, Sequence] = {}  # by `wire_id`
         self.usage = WorkerUsage()
+        self._last_request_s: dict[str, float] = {}  # by tenant, the latest last
 
     def add(self, sequence: Sequence) -> TokenChunk | None:
         """Queue a sequence; vLLM has its KV memory."""
         sequence.has_memory = False
+        if sequence.tenant_id != WARM_UP:
+            self._last_request_s.pop(sequence.tenant_id, None)
+            self._last_request_s[sequence.tenant_id] = self._meter.now_s
         return super().add(sequence)
 
     def schedule(self) -> Schedule:
@@ -59,12 +69,26 @@ class VllmScheduler(Scheduler):
         if running and self.usage.kv_usage > MAX_BATCH_KV_USAGE:
             batch_room = 0
         room = self._max_sequences - len(running)
-        admitted, writes, refusals = self._admission.admit(room, kv_room, len(running), max(0, batch_room))
+        admitted, writes, refusals = self._admission.admit(
+            room, kv_room, len(running), max(0, batch_room), places_of=self._places_of()
+        )
         self.live.run(admitted)
         self.unsent |= {sequence.request_id: sequence for sequence in admitted}
         self.unsent = {key: each for key, each in self.unsent.items() if each.status is Status.RUNNING}
         items = [(sequence, sequence.num_tokens) for sequence in self.unsent.values()]
         return Schedule(items, writes, refusals, [sequence.request_id for sequence in admitted])
+
+    def _places_of(self) -> dict[str, int]:
+        """How many more sequences each waiting tenant may run while others send requests, too: a stream in vLLM cannot
+        give its place to another tenant's, so some places stay free for the others."""
+        latest = self._last_request_s
+        while latest and latest[first := next(iter(latest))] < self._meter.now_s - RECENT_S:
+            del latest[first]
+        widths = Counter(sequence.tenant_id for sequence in self.live.running if not sequence.request.is_batch)
+        if len(latest.keys() | widths.keys()) < 2:
+            return {}
+        limit = self._max_sequences - max(int(RESERVED_SHARE * self._max_sequences), 1)
+        return {tenant_id: max(limit, 1) - widths[tenant_id] for tenant_id in self.queue.waiting_tenants()}
 
     def mark_sent(self, sequence: Sequence) -> None:
         """vLLM has the sequence now, under its `wire_id`."""
