@@ -33,7 +33,7 @@ from app.engine.factory import new_engine, served_features
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.download.model_download import Progress, resolve_model
-from app.engine.models.tokenizers.tokenizer import load_tokenizer
+from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from app.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -79,6 +79,7 @@ class LLM:
         self._supported_features = served_features(config)
         self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer, self.spec), ChatTemplateSandbox()
         self._adapters: dict[Path, LoraAdapter] = {}
+        self._tokenizers: dict[Path, Tokenizer] = {}  # with the adapters' added tokens
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # unread chunks of live requests
 
@@ -104,6 +105,8 @@ class LLM:
                 read_adapter(path, self.spec, supported_features=self._supported_features)
             )
             adapter = replace(adapter, card=self._texts.strip_base(adapter.card))
+            own = AdapterTokenizer.from_json(adapter.card.text)
+            self._tokenizers[path] = self.tokenizer.with_tokens(own.added_tokens)
             self._adapters[path] = adapter
         return adapter
 
@@ -117,6 +120,7 @@ class LLM:
         adapter = self._adapters.pop(path, None)
         if adapter is None:
             raise NotFound(f"adapter '{path}' is not loaded")
+        del self._tokenizers[path]
         digest = adapter.card.digest
         if any(other.card.digest == digest for other in self._adapters.values()):
             return 0
@@ -130,7 +134,7 @@ class LLM:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": message})
         text = self.load_adapter(adapter).card.text if adapter is not None else ""
-        return encode_chat(self.tokenizer, messages, AdapterTokenizer.from_json(text), self._templates)
+        return encode_chat(self._tokenizer_of(adapter), messages, AdapterTokenizer.from_json(text), self._templates)
 
     def generate(
         self,
@@ -148,16 +152,20 @@ class LLM:
         params = _spread("sampling", sampling, len(many))
         chunks: dict[str, list[TokenChunk]] = {}
         requests = [self._request(*parts) for parts in zip(many, paths, params, strict=True)]
+        tokenizers = list(map(self._tokenizer_of, paths))
         for chunk in self._run(requests):
             chunks.setdefault(chunk.request_id, []).append(chunk)
-        return [self._generation(chunks[request.request_id]) for request, _ in requests]
+        return [
+            self._generation(chunks[request.request_id], tokenizer)
+            for (request, _), tokenizer in zip(requests, tokenizers, strict=True)
+        ]
 
     def stream(
         self, prompt: Prompt, adapter: str | Path | None = None, sampling: SamplingParams | None = None
     ) -> Iterator[str]:
         """The answer's text in pieces, as it becomes certain. Leaving early ends the request."""
         request = self._request(prompt, adapter, sampling)
-        decoder = self.tokenizer.incremental_decoder()
+        decoder = self._tokenizer_of(adapter).incremental_decoder()
         with contextlib.closing(self._run([request])) as chunks:
             for chunk in chunks:
                 if piece := decoder.push(_visible_ids(chunk)):
@@ -185,6 +193,13 @@ class LLM:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    def _tokenizer_of(self, adapter: str | Path | None) -> Tokenizer:
+        """The tokenizer with the tokens that the adapter adds; it is loaded if it is not."""
+        if adapter is None:
+            return self.tokenizer
+        self.load_adapter(adapter)
+        return self._tokenizers[Path(adapter).resolve()]
+
     def _request(
         self,
         prompt: Prompt,
@@ -197,10 +212,12 @@ class LLM:
         sampling = SamplingParams(**own.sampling) if sampling is None else sampling
         if sampling.eos_token_ids is None:
             sampling = replace(sampling, eos_token_ids=own.eos_token_ids)
+        if sampling.grammar and own.added_tokens:
+            sampling = replace(sampling, grammar_tokens=AdapterTokenizer(None, {}, own.added_tokens).to_json())
         request = GenerateRequest(
             request_id=str(next(self._request_ids)),
             tenant_id=TENANT,
-            token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+            token_ids=tuple(self._tokenizer_of(path).encode(prompt) if isinstance(prompt, str) else prompt),
             sampling=sampling,
             adapter=AdapterRef(str(path), adapter.card.digest, TENANT) if adapter is not None else None,
             pooling=pooling,
@@ -245,13 +262,13 @@ class LLM:
             if chunk.request_id in self._arrived:  # else its run was abandoned
                 self._arrived[chunk.request_id].append(chunk)
 
-    def _generation(self, chunks: list[TokenChunk]) -> Generation:
+    def _generation(self, chunks: list[TokenChunk], tokenizer: Tokenizer) -> Generation:
         last = chunks[-1]
         assert last.finish_reason is not None
         assert last.usage is not None
         visible_ids = [token_id for chunk in chunks for token_id in _visible_ids(chunk)]
         return Generation(
-            text=self.tokenizer.decode(visible_ids),
+            text=tokenizer.decode(visible_ids),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             logprobs=tuple(line for chunk in chunks for line in chunk.logprobs),
             finish_reason=last.finish_reason,

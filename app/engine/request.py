@@ -31,7 +31,8 @@ class SamplingParams:
     with `grammar_prefix`, which the prompt ends with, and the answer is the rest. `prompt_logprobs`:
     like `num_logprobs`, for the prompt's own tokens; with a `max_tokens` of 0 they are all that is computed.
     `eos_token_ids`: the ids that end the answer unless `ignore_eos`, which an adapter may have of its own; None: the
-    model's. With a grammar they are special tokens.
+    model's. With a grammar they are special tokens. `grammar_tokens`: the tokens that an adapter adds to the grammar's
+    vocabulary, as an `AdapterTokenizer` in JSON; "" for none.
     """
 
     max_tokens: int = 16
@@ -52,6 +53,7 @@ class SamplingParams:
     grammar_prefix: str = ""
     prompt_logprobs: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
+    grammar_tokens: str = ""
 
 
 @message

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
-from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.dispatch.generation_task import GenerationTask, PromptDecoder
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.principal import Principal
@@ -53,14 +53,14 @@ class Embedder:
         arrival_s = self._clock()
         ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user, body.adapters)
         pooling = self._pooling(body)
-        token_ids = await self.text_ids(body.texts)
+        token_ids = await self.text_ids(body.texts, ref)
         return await self.start("embd", ref, token_ids, pooling, caller, request_id, arrival_s)
 
-    async def text_ids(self, texts: Sequence[str | list[int]]) -> list[Sequence[int]]:
-        """Token ids of the texts of the field `input`. Raises InvalidRequest, ContextOverflow."""
+    async def text_ids(self, texts: Sequence[str | list[int]], ref: AdapterRef | None) -> list[Sequence[int]]:
+        """Token ids of the texts of the field `input` for an adapter. Raises InvalidRequest, ContextOverflow."""
         if not 1 <= len(texts) <= MAX_TEXTS:
             raise InvalidRequest(f"input has {len(texts)} texts; it must have 1 to {MAX_TEXTS}", param="input")
-        token_ids = await self._preprocessor.prompt_ids(texts, "input")
+        token_ids = await self._preprocessor.prompt_ids(texts, [ref] * len(texts), "input")
         self._check_lengths(texts, token_ids)
         return token_ids
 
@@ -97,10 +97,11 @@ class Embedder:
             )
         )
         deadline_s = asyncio.get_running_loop().time() + self._preprocessor.limits.request_timeout_s
-        decoder = self._preprocessor.tokenizer.decoder
+        tokenizer = self._preprocessor.tokenizer_of(ref)
+        decoders = (PromptDecoder(tokenizer, tokenizer.decoder),) * len(requests)
         reservation = await self._accounting.admit(caller, requests)
         return GenerationTask(
-            request_id, requests, caller, reservation, (), 1, deadline_s, self._dispatcher, decoder, self._clock
+            request_id, requests, caller, reservation, (), 1, deadline_s, self._dispatcher, decoders, self._clock
         )
 
     def _pooling(self, body: EmbeddingsRequest) -> PoolingParams:

@@ -90,7 +90,7 @@ async def complete(
     with _count_call(service) as call:
         body = _completion_body(service, kind, fields)
         task = call.task = await _completion_task(service, body)
-        serializer = chat_serializer(service.preprocessor.tokenizer, body, task)
+        serializer = chat_serializer(body, task)
         content = await serializer.content(await task.answers(), task.num_per_prompt)
         result: dict[str, Any] = await in_worker_if_long(len(content), lambda: from_json(content))
     return result
@@ -103,7 +103,7 @@ async def stream_events(
     with _count_call(service) as call:
         given = _completion_body(service, kind, fields, stream=True)
         task = call.task = await _completion_task(service, given)
-        serializer = chat_serializer(service.preprocessor.tokenizer, given, task)
+        serializer = chat_serializer(given, task)
         async with aclosing(completion_events(task, serializer)) as pieces:
             async for piece in pieces:
                 for body in sse_bodies(piece):

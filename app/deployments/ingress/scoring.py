@@ -15,11 +15,12 @@ from pydantic_core import to_json
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import MAX_TEXTS, Embedder, as_floats, vectors
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
-from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService, in_worker_if_long
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.scoring import ClassifyRequest, RerankRequest, ScoreRequest
 from app.deployments.ingress.serializers.generate import prompt_usage
 from app.deployments.registry.models import AUTO
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.score_head import pooling_of
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import PoolingParams
@@ -42,19 +43,20 @@ class Scorer:
             )
         ref = await self._preprocessor.resolver.resolve(body.model, caller, body.lora_path, body.user)
         if isinstance(body, ClassifyRequest):
-            prefix, token_ids = "classify", await self._embedder.text_ids(body.texts)
+            prefix, token_ids = "classify", await self._embedder.text_ids(body.texts, ref)
         elif isinstance(body, RerankRequest):
-            prefix, token_ids = "rerank", await self._pair_ids(("query", [body.query]), ("documents", body.texts))
+            sides = ("query", [body.query]), ("documents", body.texts)
+            prefix, token_ids = "rerank", await self._pair_ids(*sides, ref)
         else:
-            prefix, token_ids = "score", await self._pair_ids(*body.sides)
+            prefix, token_ids = "score", await self._pair_ids(*body.sides, ref)
         spec = self._preprocessor.tokenizer.spec
         pooling = PoolingParams(pooling_of(spec), task="classify" if prefix == "classify" else "score")
         return await self._embedder.start(prefix, ref, token_ids, pooling, caller, request_id, arrival_s)
 
     async def _pair_ids(
-        self, first: tuple[str, Sequence[str]], second: tuple[str, Sequence[str]]
+        self, first: tuple[str, Sequence[str]], second: tuple[str, Sequence[str]], ref: AdapterRef | None
     ) -> list[Sequence[int]]:
-        """Token ids of each pair; the arguments are a field's name and its texts."""
+        """Token ids of each pair; `first` and `second` are a field's name and its texts."""
         (name, texts), (other_name, others) = first, second
         if not 1 <= len(others) <= MAX_TEXTS:
             raise InvalidRequest(
@@ -65,16 +67,15 @@ class Scorer:
                 f"{name} has {len(texts)} texts and {other_name} {len(others)}; give one, or one for each", param=name
             )
         texts = texts if len(texts) == len(others) else [texts[0]] * len(others)
-        pairs = list(zip(texts, others, strict=True))
+        pairs, tokenizer = list(zip(texts, others, strict=True)), self._preprocessor.tokenizer_of(ref)
         length = sum(len(text) + len(other) for text, other in pairs)
         return await in_worker_if_long(
-            length, lambda: [self._ids_of(*pair, index, other_name) for index, pair in enumerate(pairs)]
+            length, lambda: [self._ids_of(tokenizer, *pair, index, other_name) for index, pair in enumerate(pairs)]
         )
 
-    def _ids_of(self, text: str, other: str, index: int, param: str) -> Sequence[int]:
+    def _ids_of(self, tokenizer: TokenizerService, text: str, other: str, index: int, param: str) -> Sequence[int]:
         if not text and not other:
             raise InvalidRequest(f"pair {index} has no characters; at least one is needed", param=param)
-        tokenizer = self._preprocessor.tokenizer
         try:
             token_ids = tokenizer.encode_pair(text, other)
         except ContextOverflow as error:

@@ -249,7 +249,7 @@ def _check_vocabulary(
     if not num_rows or num_rows[0] == spec.vocab_size or (is_least and num_rows[0] < spec.vocab_size):
         return
     added = AdapterTokenizer.from_json(text).added_tokens
-    new = sorted((token_id, token) for token, token_id in added.items() if token_id >= spec.vocab_size)
+    new = sorted((own.token_id, token) for token, own in added.items() if own.token_id >= spec.vocab_size)
     if num_rows[0] < spec.vocab_size:
         cause = (
             "the embeddings were made smaller before training, or the adapter was trained on another model; train "
@@ -259,9 +259,9 @@ def _check_vocabulary(
         named = f" ({', '.join(short(token) for _, token in new[:5])}, from id {new[0][0]} on)" if new else ""
         cause = (
             f"the adapter was trained after {num_rows[0] - spec.vocab_size} tokens were added{named} and the "
-            "embeddings resized. Appended tokens are not served: train with tokens that the base already has, such as "
-            "its reserved ones, with trainable_token_indices and without resize_token_embeddings, or serve a base that "
-            "was saved after resizing"
+            "embeddings resized. Rows beyond the base's are not served: train without resize_token_embeddings, with "
+            "trainable_token_indices for tokens that the base already has or new ones for which it has rows, or serve "
+            "a base that was saved after resizing"
         )
     found = f"names token {num_rows[0] - 1}" if is_least else f"has {num_rows[0]} rows"
     raise AdapterMismatch(f"{short(what)} {found}, but '{spec.name}' has {spec.vocab_size} tokens: {cause}")

@@ -39,9 +39,9 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of the prompt, up to where the assistant's answer begins; the other fields as `ChatTemplate.render`.
 
-    max_tokens: see `Tokenizer.encode`. tenant_id: who is refused a template that takes too long. split_special_tokens:
-    special tokens in messages and tools are plain text. Raises what these do, and InvalidRequest if there is no
-    template, it refuses the messages, or a variable may not be set by a client.
+    tokenizer: with the adapter's added tokens. max_tokens: see `Tokenizer.encode`. tenant_id: who is refused a template
+    that takes too long. split_special_tokens: special tokens in messages and tools are plain text. Raises what these
+    do, and InvalidRequest if there is no template, it refuses the messages, or a variable may not be set by a client.
     """
     special = {name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token}
     check_variables(extra or (), special)
@@ -103,17 +103,27 @@ def own_tokenizer(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> A
 
     The `eos_token_id` of the result are all tokens that end an answer: those of the adapter's generation_config.json,
     or else the base's; and before them the tokenizer's eos_token if it is not the base's, as transformers' trainer
-    aligns a generation_config with a tokenizer. Raises AdapterMismatch for a token that the base's tokenizer lacks or
-    has under another id: no prompt could contain it.
+    aligns a generation_config with a tokenizer. Raises AdapterMismatch for a token that the base's tokenizer has under
+    another id, or that has no row in the embeddings.
     """
-    for token, token_id in text.added_tokens.items():
+    new = {}
+    for token, own in text.added_tokens.items():
         found = base.token_id(token)
-        if found != token_id:
-            known = "does not have it" if found is None else f"has it as {found}"
+        if found is not None and found != own.token_id:
             raise AdapterMismatch(
-                f"the adapter's tokenizer has the token {short(token)} as id {token_id} and the base's {known}; train "
-                "with the base's own tokenizer, or take the token out of the adapter's folder if it is not used"
+                f"the adapter's tokenizer has the token {short(token)} as id {own.token_id} and the base's has it as "
+                f"{found}; train with the base's own tokenizer, or take the token out of the adapter's folder if it is "
+                "not used"
             )
+        if found is None and own.token_id >= spec.vocab_size:
+            raise AdapterMismatch(
+                f"the adapter's tokenizer has the token {short(token)} as id {own.token_id}, and the embeddings of "
+                f"'{spec.name}' have {spec.vocab_size} rows; serve a base that was saved after resizing them, or take "
+                "the token out of the adapter's folder if it is not used"
+            )
+        if found is None:
+            new[token] = own
+    base = base.with_tokens(new)
     template = None if text.chat_template == base.chat_template else text.chat_template
     used = template or base.chat_template or ""
     special = {
@@ -125,7 +135,7 @@ def own_tokenizer(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> A
     ends = _end_ids(text, base, spec)
     if set(ends) != set(spec.eos_token_ids):
         generation["eos_token_id"] = list(ends)
-    return AdapterTokenizer(template, special, {}, generation)
+    return AdapterTokenizer(template, special, new, generation)
 
 
 def _end_ids(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> tuple[int, ...]:

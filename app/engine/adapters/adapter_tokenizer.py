@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from app.engine.adapters.limits import ReadLimits, open_plain_file, read_bounded, reading
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge, CheckpointError
+from app.engine.models.tokenizers.tokenizer import TOKEN_FLAGS, NewToken
 
 GENERATION_CONFIG = "generation_config.json"
 #: Files of the tokenizer and of generation that trainers save beside an adapter; other files in the folder are ignored.
@@ -29,6 +30,8 @@ SMALL_TEXT_FILES = (
 )
 TEXT_FILES = (*SMALL_TEXT_FILES, "tokenizer.json")
 _ADDED = '"added_tokens":'
+#: Special tokens that tokenizer_config.json and special_tokens_map.json list without a name each.
+_UNNAMED = ("extra_special_tokens", "additional_special_tokens")
 #: Fields of generation_config.json that a request has under the same name.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 #: tokenizer.json begins with its added tokens; its vocabulary and merges are not read.
@@ -37,13 +40,13 @@ _HEAD_BYTES = 8 << 20
 
 class AdapterTokenizer(NamedTuple):
     """chat_template: Jinja source or None. special_tokens: name → text ("eos_token" → "<|im_end|>"; "" for null).
-    added_tokens: text → id of tokens that are matched as a whole. generation: the fields of generation_config.json
+    added_tokens: by text, tokens that are matched as a whole. generation: the fields of generation_config.json
     that are applied (`GENERATION_FIELDS`), by transformers' names.
     """
 
     chat_template: str | None
     special_tokens: Mapping[str, str]
-    added_tokens: Mapping[str, int]
+    added_tokens: Mapping[str, NewToken]
     generation: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -86,11 +89,12 @@ class AdapterTokenizer(NamedTuple):
             set(found) != set(cls._fields)
             or not isinstance(template, str | None)
             or not (isinstance(special, dict) and all(isinstance(token, str) for token in special.values()))
-            or not (isinstance(added, dict) and all(type(token_id) is int for token_id in added.values()))
+            or not (isinstance(added, dict) and all(map(_is_token, added.values())))
             or not isinstance(generation, dict)
         ):
             raise AdapterFormatError(f"the adapter's text is {short(text)}; write it with `polylora convert`")
-        return cls(template, special, added, _generation(generation))
+        tokens = {token: NewToken(token_id, tuple(flags)) for token, (token_id, flags) in added.items()}
+        return cls(template, special, tokens, _generation(generation))
 
 
 #: `AdapterTokenizer.from_json` for the texts of registered adapters, which every request of theirs needs; the last ones
@@ -107,23 +111,7 @@ def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer
         for key, value in (config | older).items()
         if key.endswith("_token") and (token := _token_text(value)) is not None
     }
-    added = dict(_object(folder / "added_tokens.json", limits))
-    listed = config.get("added_tokens_decoder") or {}
-    entries = [
-        *(_decoder_entries(listed) if isinstance(listed, dict) else [listed]),
-        *_leading_added_tokens(folder / "tokenizer.json", limits),
-    ]
-    for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-            raise AdapterFormatError(
-                f"an added token of the adapter's tokenizer is {short(entry)}, without its content"
-            )
-        added[entry["content"]] = entry.get("id")
-    for text, token_id in added.items():
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise AdapterFormatError(
-                f"the adapter's tokenizer has {short(text)} as {short(token_id)}, which is no token id"
-            )
+    added = _added_tokens(folder, config, older, set(special.values()), limits)
     generation = _generation(_object(folder / GENERATION_CONFIG, limits))
     return AdapterTokenizer(_read_template(folder, config, limits), special, added, generation)
 
@@ -133,9 +121,13 @@ def write_adapter_tokenizer(folder: Path, text: AdapterTokenizer) -> None:
     if text.chat_template is not None:
         (folder / "chat_template.jinja").write_text(text.chat_template, encoding="utf-8")
     if text.special_tokens or text.added_tokens:
-        special = {name: token or None for name, token in text.special_tokens.items()}
+        special: dict[str, Any] = {name: token or None for name, token in text.special_tokens.items()}
+        if text.added_tokens:
+            special["added_tokens_decoder"] = {
+                str(token_id): {"content": token, **{flag: flag in flags for flag in TOKEN_FLAGS}}
+                for token, (token_id, flags) in text.added_tokens.items()
+            }
         (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2, sort_keys=True) + "\n")
-        (folder / "added_tokens.json").write_text(json.dumps(text.added_tokens, indent=2, sort_keys=True) + "\n")
     if text.generation:
         (folder / GENERATION_CONFIG).write_text(json.dumps(dict(text.generation), indent=2, sort_keys=True) + "\n")
 
@@ -203,6 +195,49 @@ def _token_text(value: object) -> str | None:
         value = value.get("content")
         return value if isinstance(value, str) else None
     return "" if value is None else value if isinstance(value, str) else None
+
+
+def _is_token(value: object) -> bool:
+    """Whether this is a `NewToken` in JSON."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    token_id, flags = value
+    return type(token_id) is int and isinstance(flags, list) and all(flag in TOKEN_FLAGS for flag in flags)
+
+
+def _added_tokens(
+    folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], named: set[str], limits: ReadLimits
+) -> dict[str, NewToken]:
+    """The tokens that the folder's files list, as transformers reads them: tokens with a name are special. Raises
+    AdapterFormatError.
+    """
+    unnamed = [value for key in _UNNAMED for value in (config.get(key), older.get(key)) if value]
+    texts = [each for value in unnamed for each in (value.values() if isinstance(value, Mapping) else value)]
+    special = named | {text for each in texts if (text := _token_text(each)) is not None}
+    flagged = {True: {"special": True}, False: {"normalized": True}}
+    listed = config.get("added_tokens_decoder") or {}
+    entries = [
+        *(
+            {"content": text, "id": token_id} | flagged[text in special]
+            for text, token_id in _object(folder / "added_tokens.json", limits).items()
+        ),
+        *(_decoder_entries(listed) if isinstance(listed, dict) else [listed]),
+        *_leading_added_tokens(folder / "tokenizer.json", limits),
+    ]
+    added = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise AdapterFormatError(
+                f"an added token of the adapter's tokenizer is {short(entry)}, without its content"
+            )
+        text, token_id = entry["content"], entry.get("id")
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise AdapterFormatError(
+                f"the adapter's tokenizer has {short(text)} as {short(token_id)}, which is no token id"
+            )
+        flags = {flag for flag in TOKEN_FLAGS if entry.get(flag) is True} | ({"special"} if text in special else set())
+        added[text] = NewToken(token_id, tuple(sorted(flags)))
+    return added
 
 
 def _decoder_entries(table: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Structured output with llguidance: which tokens may come next, over the base model's own vocabulary.
+"""Structured output with llguidance: which tokens may come next, over the vocabulary of the base model or an adapter.
 
 Grammars are texts from `grammar_builder`; the result is one bit per token. The bits depend on the grammar and on the
 sequence's own tokens alone; a grammar that exceeds a limit ends its own sequence.
@@ -18,7 +18,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from app.engine.adapters.adapter_tokenizer import parsed_text
 from app.engine.errors import InvalidRequest
+from app.engine.models.tokenizers.tokenizer import TOKEN_FLAGS
 from app.engine.structured_output.grammar_builder import below, json_grammar, subschemas
 
 #: llguidance counts fuel: about 50,000 per millisecond for compiling, 14,000 per millisecond (20,000 items) for a mask.
@@ -33,6 +35,8 @@ _LIMITS = LLParserLimits(
 )
 #: The number of compiled grammars kept; each takes some hundred kilobytes at most.
 _NUM_KEPT = 64
+#: Vocabularies with adapters' added tokens that are kept.
+_NUM_OWN = 8
 #: Schemas that are compiled to find what cannot be enforced in one: at each place, altogether, and their characters.
 _MAX_TRIES, _MAX_TOTAL_TRIES, _MAX_TRIED_CHARS = 100, 400, 2 << 20
 #: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
@@ -51,11 +55,30 @@ class Vocabulary:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a fifth of a second for 50,000 tokens."""
+        self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
+        self._own: OrderedDict[str, Vocabulary] = OrderedDict()  # by added tokens
         self._eos_token_ids = tuple(eos_token_ids)
         tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self.num_words = -(-vocab_size // 32)
+
+    def with_tokens(self, text: str) -> Vocabulary:
+        """The vocabulary with an adapter's added tokens; itself for "". text: see `SamplingParams.grammar_tokens`.
+        Takes as long as a new one, unless the same tokens are kept. One thread at a time. Raises AdapterFormatError."""
+        if not text:
+            return self
+        if text not in self._own:
+            content = json.loads(self._tokenizer_json)
+            content["added_tokens"] += [
+                {"id": own.token_id, "content": token, **{flag: flag in own.flags for flag in TOKEN_FLAGS}}
+                for token, own in sorted(parsed_text(text).added_tokens.items(), key=lambda item: item[1].token_id)
+            ]
+            self._own[text] = Vocabulary(json.dumps(content), self._vocab_size, self._eos_token_ids)
+            if len(self._own) > _NUM_OWN:
+                self._own.popitem(last=False)
+        self._own.move_to_end(text)
+        return self._own[text]
 
     @property
     def num_compiled(self) -> int:

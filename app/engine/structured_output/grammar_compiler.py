@@ -71,7 +71,8 @@ class GrammarCompiler:
         error: PolyloraError | None = None
         try:
             sampling = sequence.request.sampling
-            matcher = self._vocabulary.result().matcher(
+            vocabulary = self._vocabulary.result().with_tokens(sampling.grammar_tokens)
+            matcher = vocabulary.matcher(
                 sampling.grammar, sequence.tenant_id, sampling.grammar_prefix, sampling.eos_token_ids
             )
             if sequence.finish_reason() is None:

@@ -196,6 +196,11 @@ class VllmEngine(Engine):
             raise NotReady("an answer with a grammar cannot be continued after its engine has ended; send it again")
         if sampling.grammar_prefix:
             raise UnsupportedField("engine.vllm continues no message with a grammar", param="continue_final_message")
+        if sampling.grammar_tokens:
+            raise UnsupportedField(
+                "engine.vllm has grammars over the base model's tokens only, and the adapter adds tokens",
+                param="structured_outputs",
+            )
         if sampling.grammar:
             lark_of(sampling.grammar)
             if sampling.eos_token_ids is not None:  # vLLM's grammars end with the model's own tokens

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat, own_tokenizer
-from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, read_adapter_tokenizer, write_adapter_tokenizer
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
+from app.engine.adapters.limits import DEFAULT_LIMITS
 from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.api import LLM
@@ -24,7 +25,7 @@ from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, InvalidRequest
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from app.engine.models.tokenizers.tokenizer import NewToken, Tokenizer, load_tokenizer
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.engine.checkpoints import save, tiny_model
 
@@ -140,18 +141,112 @@ def test_a_template_is_found_wherever_trainers_save_it(tmp_path: Path, files: di
     assert text_of(adapter(tmp_path, **files)).chat_template == OWN
 
 
+#: A model with more rows than its tokenizer has tokens, as most have.
+PADDED = replace(BYTES, name="tiny", vocab_size=288)
+
+
 @pytest.mark.parametrize(
-    "files",
+    ("files", "flags"),
     [
-        {"added_tokens": json.dumps({"<tool>": 260})},
-        {"tokenizer_config": json.dumps({"added_tokens_decoder": {"260": {"content": "<tool>"}}})},
-        {"tokenizer": json.dumps({"version": "1.0", "added_tokens": [{"id": 260, "content": "<tool>"}], "model": {}})},
+        ({"added_tokens": json.dumps({"<tool>": 260})}, ("normalized",)),
+        (
+            {
+                "added_tokens": json.dumps({"<tool>": 260}),
+                "tokenizer_config": json.dumps({"extra_special_tokens": ["<tool>"]}),
+            },
+            ("special",),
+        ),
+        (
+            {
+                "added_tokens": json.dumps({"<tool>": 260}),
+                "special_tokens_map": json.dumps({"additional_special_tokens": [{"content": "<tool>"}]}),
+            },
+            ("special",),
+        ),
+        ({"tokenizer_config": json.dumps({"added_tokens_decoder": {"260": {"content": "<tool>"}}})}, ()),
+        (
+            {
+                "tokenizer": json.dumps(
+                    {"version": "1.0", "added_tokens": [{"id": 260, "content": "<tool>", "lstrip": True}], "model": {}}
+                ),
+                "tokenizer_config": json.dumps({"pad_token": "<tool>"}),
+            },
+            ("lstrip", "special"),
+        ),
     ],
     ids=str,
 )
-def test_a_token_that_the_base_lacks_is_refused_by_name(tmp_path: Path, base: Tokenizer, files: dict[str, str]) -> None:
-    with pytest.raises(AdapterMismatch, match="token '<tool>' as id 260 and the base's does not have it"):
-        own_tokenizer(text_of(adapter(tmp_path, **files)), base, BYTES)
+def test_a_token_that_the_base_lacks_is_the_adapters_own(
+    tmp_path: Path, base: Tokenizer, files: dict[str, str], flags: tuple[str, ...]
+) -> None:
+    own = own_tokenizer(text_of(adapter(tmp_path, **files)), base, PADDED)
+    assert own.added_tokens == {"<tool>": NewToken(260, flags)}
+    assert AdapterTokenizer.from_json(own.to_json()) == own
+    (tmp_path / "again").mkdir()
+    write_adapter_tokenizer(tmp_path / "again", own)
+    assert read_adapter_tokenizer(tmp_path / "again", DEFAULT_LIMITS).added_tokens == own.added_tokens
+
+
+def test_a_token_without_a_row_is_refused_by_name(tmp_path: Path, base: Tokenizer) -> None:
+    own = text_of(adapter(tmp_path, added_tokens=json.dumps({"<tool>": 260})))
+    with pytest.raises(AdapterMismatch, match="'<tool>' as id 260, and the embeddings of 'tiny' have 260 rows"):
+        own_tokenizer(own, base, replace(BYTES, name="tiny"))
+    later = text_of(adapter(tmp_path / "later", added_tokens=json.dumps({"<tool>": 263})))
+    with pytest.raises(AdapterMismatch, match="'<tool>' as id 263, but added to the base's it gets 260"):
+        own_tokenizer(later, base, PADDED)
+
+
+def with_new_tokens(base: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer with two more tokens, one of them special, and a template that uses both."""
+    base.add_tokens(["<call>", AddedToken("<end>", special=True)])
+    base.chat_template = BASE + "{% if add_generation_prompt %}<call>{% endif %}<end>"
+    return base
+
+
+@pytest.mark.parametrize("text", ["a<call>b <end> é", "<call>", " <end><end>a", "no tokens of its own", "<s><calls>"])
+def test_text_with_added_tokens_is_read_and_written_as_in_transformers(
+    tmp_path: Path, base: Tokenizer, process: ChatTemplateSandbox, text: str
+) -> None:
+    own = own_tokenizer(text_of(adapter(tmp_path, with_new_tokens(fast()))), base, PADDED)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), base.with_tokens(own.added_tokens)
+    before = base.encode(text)
+    token_ids = ours.encode(text)
+    assert token_ids == theirs(text)["input_ids"]
+    assert (token_ids == before) == ("<call>" not in text and "<end>" not in text)
+    for skip in (False, True):
+        assert ours.decode(token_ids, skip_special=skip) == theirs.decode(token_ids, skip_special_tokens=skip)
+        decoder = ours.incremental_decoder(skip_special=skip)
+        assert decoder.push(token_ids) + decoder.flush() == theirs.decode(token_ids, skip_special_tokens=skip)
+    assert base.encode(text) == before
+    assert base.token_id("<call>") is None
+    assert (ours.vocab_size, base.vocab_size) == (262, 260)
+    assert ours.token_bytes(260) == b"<call>"
+    chat = [{"role": "user", "content": text}]
+    written = encode_chat(ours, chat, own, process, split_special_tokens=False, add_generation_prompt=True)
+    assert written == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    plain = encode_chat(ours, chat, own, process, add_generation_prompt=True)
+    assert plain.count(261) == 1, "special tokens in a message are plain text"
+    assert plain.count(260) == written.count(260)
+
+
+def test_added_tokens_of_another_kind_of_vocabulary_are_transformers(tmp_path: Path) -> None:
+    """Words with a normalizer, whose added tokens may take the white space around them."""
+    words = ["[UNK]", "a", "b", "##b", "[", "]", "x"]
+    backend = tokenizers.Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    made.save_pretrained(tmp_path / "base")
+    base = load_tokenizer(tmp_path / "base")
+    spaced, word = AddedToken("[Y]", lstrip=True, rstrip=True), AddedToken("ab", single_word=True)
+    made.add_tokens([AddedToken("[X]", normalized=True), spaced, word])
+    own = own_tokenizer(text_of(adapter(tmp_path, made)), base, replace(PADDED, vocab_size=10, eos_token_ids=(0,)))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), base.with_tokens(own.added_tokens)
+    for text in ("a [x] b", "a  [Y]  b", "aba ab xab", "[X][Y]ab"):
+        assert ours.encode(text) == theirs(text)["input_ids"] != base.encode(text)
+        decoder = ours.incremental_decoder()
+        assert decoder.push(ours.encode(text)) + decoder.flush() == ours.decode(ours.encode(text))
 
 
 def test_a_token_under_another_id_is_refused_by_name(tmp_path: Path, base: Tokenizer) -> None:
@@ -169,6 +264,7 @@ def test_a_token_under_another_id_is_refused_by_name(tmp_path: Path, base: Token
         ({"tokenizer_config": json.dumps({"added_tokens_decoder": [1]})}, "without its content"),
         ({"tokenizer_config": json.dumps({"added_tokens_decoder": {"x": {"content": "a"}}})}, "'a' as 'x'"),
         ({"added_tokens": json.dumps({"<tool>": "7"})}, "'<tool>' as '7'"),
+        ({"added_tokens": json.dumps({"<tool>": 2**31})}, "'<tool>' as 2147483648, which is no token id"),
         ({"tokenizer": "{}"}, "does not begin with its added tokens"),
         ({"tokenizer": json.dumps({"added_tokens": 7})}, "does not begin with its added tokens"),
         ({"tokenizer_config": '{"chat_template": "x\\ud800"}'}, "half of a surrogate pair"),
@@ -205,7 +301,14 @@ def test_the_text_survives_conversion(tmp_path: Path) -> None:
     assert AdapterTokenizer.from_json(again.text) == AdapterTokenizer.from_json(stored.text)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"chat_template": 1, "special_tokens": {}, "added_tokens": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"chat_template": 1, "special_tokens": {}, "added_tokens": {}}']
+    + [
+        json.dumps({"chat_template": None, "special_tokens": {}, "added_tokens": {"<tool>": token}})
+        for token in (7, [7], [7, "special"], [True, []], [7, ["unheard_of"]])
+    ],
+)
 def test_a_card_with_another_text_is_refused(text: str) -> None:
     with pytest.raises(AdapterFormatError, match="the adapter's text"):
         AdapterTokenizer.from_json(text)

@@ -6,16 +6,19 @@ import json
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, InvalidRequest, UnsupportedField
+from app.engine.models.tokenizers.tokenizer import NewToken
 from app.engine.request import SamplingParams, TokenChunk
 from app.engine.structured_output.backend_guidance import Vocabulary
 from app.engine.structured_output.grammar_builder import client_lark_grammar, json_grammar, regex_grammar
-from tests.engine.structured_output.tokens import text_of, tiny_vocabulary
+from tests.engine.structured_output.tokens import ids_of, text_of, tiny_vocabulary
 from tests.fakes import FakeBackend, fake_request, fake_spec
 
 SCHEMA = {
@@ -207,3 +210,29 @@ def test_a_regex_over_several_requests_is_compiled_for_each_tenant() -> None:
     for tenant in ("a", "b", "a"):
         vocabulary.matcher(grammar, tenant).consume([20, 21])  # "12", as tokens "1" and "2"
     assert vocabulary.num_compiled == 2
+
+
+def test_an_adapters_added_tokens_may_be_in_its_answer() -> None:
+    """As a special token that its grammar names, beside a request of the base model."""
+    engine, _ = make_engine()
+    text = AdapterTokenizer(None, {}, {"<call>": NewToken(117, ("special",))}).to_json()
+    grammar = client_lark_grammar("start: <[117]> /a/", "grammar")
+    engine.submit(fake_request("own", [1, 2, 3], sampling=params(grammar, grammar_tokens=text)))
+    engine.submit(fake_request("base", [1, 2, 3], sampling=params()))
+    chunks = finish(engine, "own", "base")
+    assert answer(chunks["own"])[0] == 117
+    assert json.loads(text_of(answer(chunks["base"]))) in ({"a": True}, {"a": None})
+    engine.close()
+
+
+def test_an_adapters_added_tokens_may_write_what_the_bases_do() -> None:
+    base = tiny_vocabulary()
+    own = base.with_tokens(AdapterTokenizer(None, {}, {"true": NewToken(117, ("normalized",))}).to_json())
+    allowed = []
+    for vocabulary in (base, own):
+        matcher, words = vocabulary.matcher(GRAMMAR, "tenant"), np.zeros(vocabulary.num_words, np.uint32)
+        matcher.consume(ids_of('{"a": '))
+        matcher.fill(words)
+        allowed.append({token for token in range(120) if words[token >> 5] >> np.uint32(token & 31) & 1})
+    assert allowed[1] == allowed[0] | {117}
+    assert base.with_tokens("") is base

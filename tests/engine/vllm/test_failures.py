@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.config import EngineConfig
 from app.engine.errors import (
     AdapterWriteFailed,
@@ -27,6 +28,7 @@ from app.engine.errors import (
 )
 from app.engine.factory import create_engine
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.tokenizers.tokenizer import NewToken
 from app.engine.structured_output.grammar_builder import regex_grammar
 from app.engine.vllm.engine import VllmEngineThread, worker_arguments
 from app.engine.vllm.lora_folder import LoraFolders
@@ -213,6 +215,9 @@ def test_what_vllm_would_change_is_refused(folder: Path) -> None:
         served.submit(PROMPT, grammar=regex_grammar("w5", "regex"), resume=(5,))
     with pytest.raises(UnsupportedField, match="continues no message"):
         served.submit(PROMPT, grammar=regex_grammar("w5", "regex"), grammar_prefix="w")
+    text = AdapterTokenizer(None, {}, {"<call>": NewToken(60, ())}).to_json()
+    with pytest.raises(UnsupportedField, match="the adapter adds tokens"):
+        served.submit(PROMPT, grammar=regex_grammar("w5", "regex"), grammar_tokens=text)
     with pytest.raises(UnsupportedField, match="one grammar"):
         served.submit(PROMPT, grammar=json.dumps({"grammars": [{}, {}]}))
     assert served.engine.stop(60)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.semantic_router.decision import Decision
 from app.deployments.ingress.serializers.detokenizer import Decoder, TextDelta, text_deltas
@@ -39,6 +40,15 @@ class SequenceOutput:
         self.prompt_logprobs += delta.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.usage = delta.usage or self.usage
+
+
+class PromptDecoder(NamedTuple):
+    """Text of the answers to one prompt. `tokenizer`: with its adapter's added tokens. `special_stops`: the special
+    tokens in stop strings, id → text."""
+
+    tokenizer: TokenizerService
+    new: Callable[[], Decoder]
+    special_stops: Mapping[int, str] = {}
 
 
 class PredictionUsage(NamedTuple):
@@ -72,7 +82,7 @@ class GenerationTask:
     `deadline_s` is on the event loop's clock; `clock` gives Unix time. `reservation` holds quota of the caller.
     `tools`: how answers call tools, if they may. `echoes`: the text that each answer repeats first, or (). `decision`:
     the routing decision of `model: "auto"`. `keeps_end`: answers keep their stop token. `unenforced`: parts of
-    schemas that answers need not follow. `special_stops`: the special tokens in `stops`, id → text.
+    schemas that answers need not follow. `decoders`: of each prompt, whose adapters may have tokens of their own.
     """
 
     request_id: str
@@ -83,7 +93,7 @@ class GenerationTask:
     num_per_prompt: int
     deadline_s: float
     dispatcher: Dispatcher
-    new_decoder: Callable[[], Decoder]
+    decoders: tuple[PromptDecoder, ...]
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)
     tools: ToolConfig | None = None
@@ -91,7 +101,6 @@ class GenerationTask:
     decision: Decision | None = None
     keeps_end: bool = False
     unenforced: tuple[str, ...] = ()
-    special_stops: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def usages(self) -> list[Usage | None]:
@@ -119,7 +128,8 @@ class GenerationTask:
         prediction = request.prediction_ids
         answered: list[int] = []
         timing: RequestTiming | None = None
-        source = text_deltas(chunks, self.new_decoder(), self.stops, self.special_stops, keep_end=self.keeps_end)
+        decoder = self.decoders[index // self.num_per_prompt]
+        source = text_deltas(chunks, decoder.new(), self.stops, decoder.special_stops, keep_end=self.keeps_end)
         async with aclosing(source) as deltas:
             async for delta in deltas:
                 if self.progress.first_s is None:

@@ -110,7 +110,7 @@ class BatchExecutor:
         return task, self._response(response, task)
 
     async def _completion(self, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask) -> bytes:
-        serializer = chat_serializer(self._service.preprocessor.tokenizer, body, task)
+        serializer = chat_serializer(body, task)
         return await serializer.content(await task.answers(), task.num_per_prompt)
 
     async def _embedding(self, body: EmbeddingsRequest, task: GenerationTask) -> bytes:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from app.config import LimitsConfig
 from app.deployments.ingress.accounting import RequestAccounting
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
-from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.dispatch.generation_task import GenerationTask, PromptDecoder
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
 from app.deployments.ingress.preprocess.adapter_resolution import AdapterResolver
 from app.deployments.ingress.preprocess.sequence_builder import (
@@ -98,8 +98,9 @@ class RequestPreprocessor:
         self._dispatcher = dispatcher
         self.limits = limits
         self._sequence_builder = SequenceBuilder(
-            tokenizer, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter, directory.defaults
-        )
+            self.tokenizer_of, lambda: self.limits, lambda: self.max_model_len, directory.needs_adapter,
+            directory.defaults,
+        )  # fmt: skip
         self._accounting = accounting
         self._clock = clock
         self.selector = selector
@@ -111,6 +112,10 @@ class RequestPreprocessor:
     def max_model_len(self) -> int:
         """The longest prompt plus answer that every engine accepts, as far as engines have reported their capacity."""
         return min(self.tokenizer.max_model_len, self._num_kv_tokens() or self.tokenizer.max_model_len)
+
+    def tokenizer_of(self, ref: AdapterRef | None) -> TokenizerService:
+        """The tokenizer with the tokens that the adapter adds. Raises CombinationError as `AdapterDirectory.text`."""
+        return self.tokenizer.of_adapter(self.directory.text(ref))
 
     @asynccontextmanager
     async def _resolve_model(
@@ -148,12 +153,12 @@ class RequestPreprocessor:
         question = "" if body.model != AUTO else last_user_text(body.messages)
         async with self._resolve_model(body, caller, question) as resolved:
             token_ids = await self.chat_ids(body, resolved.ref, caller)
-            text = self.directory.text(resolved.ref)
-            make = partial(chat_grammar, body, self.tokenizer, text)
+            text, tokenizer = self.directory.text(resolved.ref), self.tokenizer_of(resolved.ref)
+            make = partial(chat_grammar, body, tokenizer, text)
             takes_long = body.tools or body.has_grammar
             requested, tools = await asyncio.to_thread(make) if takes_long else make()
             if requested is not None and body.continue_final_message:
-                requested = await asyncio.to_thread(self.tokenizer.continuation, requested, body.messages[-1].text)
+                requested = await asyncio.to_thread(tokenizer.continuation, requested, body.messages[-1].text)
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
             names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._task(
@@ -169,17 +174,17 @@ class RequestPreprocessor:
                 requested=requested,
                 tools=tools,
                 resolved=resolved,
-                prediction=await self._prediction_ids(body),
+                prediction=await self._prediction_ids(body, tokenizer),
                 is_stream=body.stream,
                 continues=body.continue_final_message,
                 prompt_logprobs=body.prompt_logprobs,
             )
 
-    async def _prediction_ids(self, body: ChatCompletionRequest) -> tuple[int, ...]:
+    async def _prediction_ids(self, body: ChatCompletionRequest, tokenizer: TokenizerService) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
-        text, max_model_len = body.prediction.text, self.tokenizer.max_model_len
-        token_ids = await in_worker_if_long(len(text), lambda: self.tokenizer.encode_answer(text))
+        text, max_model_len = body.prediction.text, tokenizer.max_model_len
+        token_ids = await in_worker_if_long(len(text), lambda: tokenizer.encode_answer(text))
         if len(token_ids) > max_model_len:
             raise InvalidRequest(
                 f"the prediction has {len(token_ids)} tokens but the context holds {max_model_len}; shorten it",
@@ -196,12 +201,13 @@ class RequestPreprocessor:
         between tenants. Raises InvalidRequest, QueueFull, NotReady.
         """
         text, system_prompt = self.directory.text(ref), self.directory.defaults(ref).system_prompt
+        tokenizer = self.tokenizer.of_adapter(text)
 
         def encode() -> Sequence[int]:
             messages, tools = template_messages(body.messages), template_tools(body)
             if system_prompt is not None and all(message["role"] != "system" for message in messages):
                 messages = [{"role": "system", "content": system_prompt}, *messages]
-            return self.tokenizer.encode_chat(
+            return tokenizer.encode_chat(
                 messages,
                 text,
                 tools,
@@ -228,7 +234,7 @@ class RequestPreprocessor:
         async with self._resolve_model(body, caller, str(prompts[0]) if prompts else "") as resolved:
             names = FieldNames("prompt", "max_tokens", "logprobs")
             self._sequence_builder.check_sequences(len(prompts), body.n, names)
-            token_ids = await self.prompt_ids(prompts, "prompt")
+            token_ids = await self.prompt_ids(prompts, [resolved.ref] * len(prompts), "prompt")
             wanted = (body.prompt_logprobs, body.logprobs if body.echo else None)
             task = await self._task(
                 request_ids("cmpl", request_id),
@@ -240,20 +246,22 @@ class RequestPreprocessor:
                 TokenLimit(body.token_limit, DEFAULT_COMPLETION_TOKENS),
                 body.logprobs,
                 names,
-                echoes=await self._echoes(prompts) if body.echo else (),
+                echoes=await self._echoes(prompts, resolved.ref) if body.echo else (),
                 resolved=resolved,
                 is_stream=body.stream,
                 prompt_logprobs=max((n for n in wanted if n is not None), default=None),
             )
         return in_token_ids(task, body)
 
-    async def _echoes(self, prompts: Sequence[str | list[int]]) -> list[str]:
+    async def _echoes(self, prompts: Sequence[str | list[int]], ref: AdapterRef | None) -> list[str]:
         length = sum(map(len, prompts))
-        return await in_worker_if_long(length, lambda: [p if isinstance(p, str) else self.text_of(p) for p in prompts])
+        return await in_worker_if_long(
+            length, lambda: [p if isinstance(p, str) else self.text_of(p, ref) for p in prompts]
+        )
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, without special ones."""
-        decoder = self.tokenizer.decoder()
+    def text_of(self, token_ids: Sequence[int], ref: AdapterRef | None) -> str:
+        """Text of an adapter's tokens, without special ones."""
+        decoder = self.tokenizer_of(ref).decoder()
         return decoder.push(token_ids) + decoder.flush()
 
     async def generate(self, body: GenerateBody, caller: Principal, request_id: str | None = None) -> GenerationTask:
@@ -266,7 +274,7 @@ class RequestPreprocessor:
         names = FieldNames("text", params.limit_field, "logprobs", "sampling_params.n")
         self._sequence_builder.check_sequences(len(body.names), params.n, names)
         refs = [await self.resolver.resolve(None, caller, name, adapters=body.adapters) for name in body.names]
-        token_ids = await self.prompt_ids(body.texts, "text")
+        token_ids = await self.prompt_ids(body.texts, refs, "text")
         limit = TokenLimit(params.token_limit, DEFAULT_GENERATE_TOKENS)
         return await self._task(
             request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, limit, None, names
@@ -279,22 +287,26 @@ class RequestPreprocessor:
                 param="model",
             )
 
-    async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
-        """Token ids of prompts; ids stay as they are. `param` is the body's field. Raises InvalidRequest."""
+    async def prompt_ids(
+        self, prompts: Sequence[str | list[int]], refs: Sequence[AdapterRef | None], param: str
+    ) -> list[Sequence[int]]:
+        """Token ids of prompts, each for its adapter; ids stay as they are. `param` is the body's field. Raises
+        InvalidRequest."""
         length = sum(map(len, prompts))  # ids are checked one by one
-        return await in_worker_if_long(length, lambda: [self._ids_of(prompt, param) for prompt in prompts])
+        pairs = list(zip(prompts, map(self.tokenizer_of, refs), strict=True))
+        return await in_worker_if_long(length, lambda: [self._ids_of(*pair, param) for pair in pairs])
 
-    def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
+    def _ids_of(self, prompt: str | list[int], tokenizer: TokenizerService, param: str) -> Sequence[int]:
         if isinstance(prompt, str):
             try:
-                return self.tokenizer.encode(prompt)
+                return tokenizer.encode(prompt)
             except ContextOverflow as error:
                 error.param = param
                 raise
         for token_id in prompt:
-            if token_id >= self.tokenizer.vocab_size:
+            if token_id >= tokenizer.vocab_size:
                 raise InvalidRequest(
-                    f"{param} has token id {token_id} but the vocabulary ends at {self.tokenizer.vocab_size - 1}",
+                    f"{param} has token id {token_id} but the vocabulary ends at {tokenizer.vocab_size - 1}",
                     param=param,
                 )
         return prompt
@@ -322,8 +334,14 @@ class RequestPreprocessor:
     ) -> GenerationTask:
         if requested is None and fields.has_grammar:
             requested = await asyncio.to_thread(requested_grammar, fields, self.tokenizer.enforceable)
-        if requested is not None:
-            await asyncio.to_thread(self.tokenizer.check_grammar, requested)
+        tokenizers = [self.tokenizer_of(ref) for ref in refs]
+        shown = frozenset[int]() if tools is None else tools.shown_ids
+        decoders = {}
+        for tokenizer in dict.fromkeys(tokenizers):
+            if requested is not None:
+                await asyncio.to_thread(tokenizer.check_grammar, requested)
+            new = partial(tokenizer.decoder, shown, continues=continues)
+            decoders[tokenizer] = PromptDecoder(tokenizer, new, tokenizer.specials_in(fields.stop_strings))
         requests = self._sequence_builder.build(
             ids, caller, arrival_s, fields, prompts, refs, limit, num_logprobs, prompt_logprobs, names,
             requested, prediction, is_stream=is_stream,
@@ -340,13 +358,12 @@ class RequestPreprocessor:
             fields.n,
             deadline_s,
             self._dispatcher,
-            partial(self.tokenizer.decoder, frozenset() if tools is None else tools.shown_ids, continues=continues),
+            tuple(decoders[tokenizer] for tokenizer in tokenizers),
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
             decision=None if resolved is None else resolved.decision,
             unenforced=() if requested is None else requested.unenforced,
-            special_stops=self.tokenizer.specials_in(fields.stop_strings),
         )
 
 

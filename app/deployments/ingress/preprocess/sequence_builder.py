@@ -54,14 +54,14 @@ class SequenceBuilder:
 
     def __init__(
         self,
-        tokenizer: TokenizerService,
+        tokenizer: Callable[[AdapterRef | None], TokenizerService],
         limits: Callable[[], LimitsConfig],
         max_model_len: Callable[[], int],
         needs_adapter: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
         defaults: Callable[[AdapterRef | None], AdapterDefaults],
     ) -> None:
-        """needs_adapter: for each prompt whether it needs its adapter. defaults: an adapter's values for fields that a
-        request leaves out."""
+        """tokenizer: with an adapter's added tokens. needs_adapter: for each prompt whether it needs its adapter.
+        defaults: an adapter's values for fields that a request leaves out."""
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._needs_adapter = needs_adapter
@@ -96,7 +96,7 @@ class SequenceBuilder:
         seeds_per_prompt = fields.n if fields.seed is None else 0
         requests = []
         for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
-            defaults = self._defaults(ref)
+            defaults, tokenizer = self._defaults(ref), self._tokenizer(ref)
             own_fields = defaults.apply(fields)
             max_new = self._room(token_ids, limit, defaults.max_tokens, names)
             per_answer = 0 if num_logprobs is None or is_stream else max_new * (1 + num_logprobs)
@@ -111,7 +111,14 @@ class SequenceBuilder:
                     tenant_id=caller.tenant_id,
                     token_ids=prompt,
                     sampling=self._sampling(
-                        own_fields, defaults.eos_token_ids, max_new, of_answer, num_logprobs, prompt_logprobs, requested
+                        tokenizer,
+                        own_fields,
+                        defaults.eos_token_ids,
+                        max_new,
+                        of_answer,
+                        num_logprobs,
+                        prompt_logprobs,
+                        requested,
                     ),
                     adapter=ref if is_needed else None,
                     unactivated=None if is_needed else ref,
@@ -174,6 +181,7 @@ class SequenceBuilder:
 
     def _sampling(
         self,
+        tokenizer: TokenizerService,
         fields: SamplingFields,
         eos_token_ids: tuple[int, ...] | None,
         max_tokens: int,
@@ -184,9 +192,9 @@ class SequenceBuilder:
     ) -> SamplingParams:
         _check_grammar_fields(fields, requested)
         for token_id, _ in fields.biases:
-            if token_id >= self._tokenizer.vocab_size:
+            if token_id >= tokenizer.vocab_size:
                 raise InvalidRequest(
-                    f"logit_bias has token id {token_id} but the vocabulary ends at {self._tokenizer.vocab_size - 1}",
+                    f"logit_bias has token id {token_id} but the vocabulary ends at {tokenizer.vocab_size - 1}",
                     param="logit_bias",
                 )
         if fields.min_tokens > max_tokens:
@@ -203,7 +211,7 @@ class SequenceBuilder:
             seed=seed,
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             ignore_eos=fields.ignore_eos,
-            eos_token_ids=eos_token_ids if requested is None else self._tokenizer.grammar_ends(eos_token_ids),
+            eos_token_ids=eos_token_ids if requested is None else tokenizer.grammar_ends(eos_token_ids),
             presence_penalty=fields.presence_penalty,
             frequency_penalty=fields.frequency_penalty,
             repetition_penalty=fields.repetition_penalty,
@@ -213,6 +221,7 @@ class SequenceBuilder:
             min_tokens=fields.min_tokens,
             grammar="" if requested is None else requested.grammar,
             grammar_prefix="" if requested is None else requested.prefix,
+            grammar_tokens="" if requested is None else tokenizer.grammar_tokens,
         )
 
 

@@ -7,16 +7,18 @@ on the event loop they would delay every stream of the process.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from app.config import AppConfig
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.serializers.detokenizer import Decoder
 from app.engine.adapters.adapter_chat import encode_chat, tool_template
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, parsed_text
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, fixed_texts, tool_format
@@ -30,6 +32,8 @@ T = TypeVar("T")
 
 #: Size of the caches of checked grammars and schemas.
 _NUM_CHECKED = 256
+#: Adapters' added tokens, and what is known about them, in memory.
+_NUM_OWN = 32
 #: Requests with more characters or token ids are processed in a thread.
 MAX_INLINE_CHARS = 20_000
 
@@ -58,9 +62,28 @@ class TokenizerService:
         self._vocabulary: Vocabulary | None = None
         self._checked: dict[str, None] = {}  # valid grammars, oldest first
         self._enforceable: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {}  # by schema, oldest first
+        self._own: dict[str, TokenizerService] = {}  # by added tokens, oldest first
+        #: See `SamplingParams.grammar_tokens`.
+        self.grammar_tokens = ""
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_model_len = max_model_len
+
+    def of_adapter(self, text: str) -> TokenizerService:
+        """The service with an adapter's added tokens; itself for an adapter without. text: see `AdapterCard.text`.
+        Takes a millisecond for new ones; thread-safe."""
+        key = _grammar_tokens(text)
+        if not key:
+            return self
+        with self._lock:
+            found = self._own.get(key)
+            if found is None:
+                found = copy.copy(self)
+                found._tokenizer = self._tokenizer.with_tokens(parsed_text(text).added_tokens)
+                found.grammar_tokens = key
+                found._lock, found._vocabulary, found._checked, found._enforceable = threading.Lock(), None, {}, {}
+                _remember(self._own, key, found, _NUM_OWN)
+        return found
 
     def encode(self, text: str) -> Sequence[int]:
         return self._tokenizer.encode(text, max_tokens=self.max_model_len)
@@ -148,7 +171,7 @@ class TokenizerService:
         if complaint:
             raise InvalidRequest(f"{place}: {complaint}", param=place)
         with self._lock:
-            _remember(self._checked, requested.grammar, None)
+            _remember(self._checked, requested.grammar, None, _NUM_CHECKED)
 
     def continuation(self, requested: RequestedGrammar, prefix: str) -> RequestedGrammar:
         """The grammar of an answer that begins with `prefix`. JSON in the prefix may have any white space; the rest
@@ -170,7 +193,7 @@ class TokenizerService:
         if found is None:
             found = enforceable(schema, place, vocabulary)
             with self._lock:
-                _remember(self._enforceable, key, found)
+                _remember(self._enforceable, key, found, _NUM_CHECKED)
         return found[0], tuple(f"{place}{pointer}" for pointer in found[1])
 
     def _open_vocabulary(self) -> Vocabulary:
@@ -197,10 +220,16 @@ class TokenizerService:
         return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
 
 
-def _remember(cache: dict[str, T], key: str, value: T) -> None:
-    """Add to a cache of `_NUM_CHECKED` entries, the oldest first."""
+@lru_cache(_NUM_CHECKED)
+def _grammar_tokens(text: str) -> str:
+    """See `SamplingParams.grammar_tokens`. text: see `AdapterCard.text`."""
+    return AdapterTokenizer(None, {}, parsed_text(text).added_tokens).to_json()
+
+
+def _remember(cache: dict[str, T], key: str, value: T, most: int) -> None:
+    """Add to a cache of `most` entries, the oldest first."""
     cache[key] = value
-    if len(cache) > _NUM_CHECKED:
+    if len(cache) > most:
         del cache[next(iter(cache))]
 
 

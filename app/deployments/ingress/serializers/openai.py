@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask, PredictionUsage, SequenceOutput
-from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService, in_worker_if_long
+from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.generate import usage_body
@@ -283,10 +283,9 @@ class ChatSerializer:
         return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_serializer(
-    tokenizer: TokenizerService, body: ChatCompletionRequest | CompletionRequest, task: GenerationTask
-) -> ChatSerializer:
-    """The serializer of one request's answers."""
+def chat_serializer(body: ChatCompletionRequest | CompletionRequest, task: GenerationTask) -> ChatSerializer:
+    """The serializer of one request's answers, which all have one adapter."""
+    tokenizer = task.decoders[0].tokenizer
     is_chat = isinstance(body, ChatCompletionRequest)
     return ChatSerializer(
         is_chat=is_chat,
@@ -370,7 +369,8 @@ def in_token_ids(task: GenerationTask, body: CompletionRequest) -> GenerationTas
     """The task with the client's choice of output: token ids, with text or without, or only text."""
     if not body.wants_token_ids:
         return task
-    return replace(task, keeps_end=True, new_decoder=task.new_decoder if body.detokenize else NoText)
+    decoders = task.decoders if body.detokenize else tuple(each._replace(new=NoText) for each in task.decoders)
+    return replace(task, keeps_end=True, decoders=decoders)
 
 
 def lean_logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

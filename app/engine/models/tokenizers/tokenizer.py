@@ -7,18 +7,19 @@ token only if the caller allows it.
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import decoders
 
-from app.engine.errors import CheckpointError, ContextOverflow, InvalidRequest
+from app.engine.errors import AdapterMismatch, CheckpointError, ContextOverflow, InvalidRequest
 from app.engine.models.chat.chat_template import ChatTemplate
 from app.engine.models.chat.user_text import UserText, user_ranges
 from app.engine.models.gguf.gguf_file import read_gguf
@@ -26,11 +27,21 @@ from app.engine.models.tokenizers.gguf_tokenizer import byte_of_char, gguf_token
 from app.engine.models.tokenizers.hf_tokenizer import read_tokenizer_folder
 from app.engine.models.tokenizers.incremental_detokenizer import ByteDecoder, IncrementalDetokenizer, WindowDecoder
 
+#: What a tokenizer.json says about an added token.
+TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: A few milliseconds of work; below this, threads cost more than they save.
 _LONG_CHARS = 4096
 #: A longer text is counted in pieces first: reading it as a whole takes up to 400 bytes of memory per character.
 _MAX_UNCOUNTED_CHARS, _PIECE_CHARS = 131_072, 32_768
+
+
+class NewToken(NamedTuple):
+    """A token of an adapter's tokenizer that is matched as a whole; `flags` are those of `TOKEN_FLAGS` that are
+    true."""
+
+    token_id: int
+    flags: tuple[str, ...]
 
 
 class Tokenizer:
@@ -41,23 +52,60 @@ class Tokenizer:
     ) -> None:
         """special_tokens: name → text. chat_templates: "default" is the usual one, "tool_use" the one with tools."""
         self._backend = backend
-        self._literal = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._literal = _sharing(backend)
         self._literal.encode_special_tokens = True
-        added = backend.get_added_tokens_decoder()
         self.special_tokens = dict(special_tokens)
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._find_specials()
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self._templates = {name: ChatTemplate(source, special_tokens) for name, source in chat_templates.items()}
-        specials = {token.content: token_id for token_id, token in added.items() if token.special and token.content}
-        self._special_texts = specials
-        self._special_pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
         #: One more than the largest id, added tokens included.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._token_bytes = _token_bytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
         self._byte_ids = _byte_ids(backend)
         #: The most characters that one token stands for.
         self.max_token_chars = max(map(len, self._token_bytes or backend.get_vocab(with_added_tokens=True)))
+
+    def _find_specials(self) -> None:
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        specials = {token.content: token_id for token_id, token in added.items() if token.special and token.content}
+        self._special_texts = specials
+        self._special_pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
+
+    def with_tokens(self, tokens: Mapping[str, NewToken]) -> Tokenizer:
+        """The tokenizer with more added tokens, by text; itself without any. Both share the vocabulary, so it takes a
+        millisecond. Raises AdapterMismatch for a token that gets another id, as in transformers: ids are given in order
+        and leave none out.
+        """
+        if not tokens:
+            return self
+        made = copy.copy(self)
+        made.__dict__.pop("_marking", None)
+        made._backend = _sharing(self._backend)
+        in_order = sorted(tokens.items(), key=lambda item: item[1].token_id)
+        made._backend.add_tokens(
+            [tokenizers.AddedToken(text, **{flag: flag in own.flags for flag in TOKEN_FLAGS}) for text, own in in_order]
+        )
+        for text, own in in_order:
+            found = made._backend.token_to_id(text)
+            if found != own.token_id:
+                raise AdapterMismatch(
+                    f"the adapter's tokenizer has the token {text[:80]!r} as id {own.token_id}, but added to the "
+                    f"base's it gets {found}; was the adapter trained with another tokenizer?"
+                )
+        made._literal = _sharing(made._backend)
+        made._literal.encode_special_tokens = True
+        made._find_specials()
+        made.vocab_size = max(self.vocab_size, in_order[-1][1].token_id + 1)
+        made.max_token_chars = max(self.max_token_chars, *map(len, tokens))
+        if self._token_bytes is not None:
+            alphabet, more = byte_of_char(), made.vocab_size - len(self._token_bytes)
+            made._token_bytes = [*self._token_bytes, *[b""] * more]
+            for text, own in in_order:
+                made._token_bytes[own.token_id] = _bytes_of(text, alphabet)
+            made.max_token_chars = max(made.max_token_chars, *(len(text.encode()) for text in tokens))
+        return made
 
     def encode(
         self,
@@ -207,7 +255,7 @@ class _MarkedTokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, specials: Mapping[str, int], pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
-        self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._backend = _sharing(backend)
         self._backend.encode_special_tokens = True
         nonce = secrets.token_hex(8)
         self._marker_of = {text: f"\ue000{nonce}{token_id}\ue001" for text, token_id in specials.items()}
@@ -232,6 +280,17 @@ class _MarkedTokenizer:
         text = "".join([*pieces, prompt[position:]])
         token_ids = _ids(self._backend, text, max_tokens, add_special_tokens=False)
         return [self._special_of.get(token_id, token_id) for token_id in token_ids]
+
+
+def _sharing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that may get more added tokens; both share the vocabulary and everything else."""
+    made = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (found := getattr(backend, part)) is not None:
+            setattr(made, part, found)
+    made.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
+    made.encode_special_tokens = backend.encode_special_tokens
+    return made
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, max_tokens: int | None, *, add_special_tokens: bool) -> list[int]:
@@ -294,11 +353,15 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     # An added token that the normaliser changes is decoded as its changed form.
     added = {str(backend.id_to_token(index)): index for index in backend.get_added_tokens_decoder()}
     for token, index in (*vocab.items(), *added.items()):
-        try:
-            table[index] = bytes([alphabet[char] for char in token])
-        except KeyError:
-            table[index] = token.encode()
+        table[index] = _bytes_of(token, alphabet)
     return table
+
+
+def _bytes_of(token: str, alphabet: Mapping[str, int]) -> bytes:
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:
+        return token.encode()
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

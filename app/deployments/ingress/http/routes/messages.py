@@ -70,7 +70,7 @@ def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
         preprocessor, caller = service.preprocessor, inference_principal(request)
 
         def body_bytes(token_ids: Sequence[int]) -> bytes:
-            text_of = preprocessor.tokenizer.token_text
+            text_of = preprocessor.tokenizer_of(ref).token_text
             strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
             fields = {"count": len(token_ids), "max_model_len": preprocessor.max_model_len, "tokens": list(token_ids)}
             return to_json(fields | {"token_strs": strings})
@@ -80,7 +80,7 @@ def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
             if body.prompt is None:
                 token_ids = await preprocessor.chat_ids(body, ref, caller)
             else:
-                (token_ids,) = await preprocessor.prompt_ids([body.prompt], "prompt")
+                (token_ids,) = await preprocessor.prompt_ids([body.prompt], [ref], "prompt")
             content = await in_worker_if_long(len(token_ids), lambda: body_bytes(token_ids))
         return _json(content, service.accounting.headers(caller))
 
@@ -90,9 +90,9 @@ def _add_tokenize_routes(app: FastAPI, service: IngressService) -> None:
         preprocessor, caller = service.preprocessor, inference_principal(request)
         ref = await preprocessor.resolver.resolve(body.model, caller)
         async with service.accounting.charge_request(caller, ref):
-            (token_ids,) = await preprocessor.prompt_ids([body.tokens], "tokens")
+            (token_ids,) = await preprocessor.prompt_ids([body.tokens], [ref], "tokens")
             content = await in_worker_if_long(
-                len(token_ids), lambda: to_json({"prompt": preprocessor.text_of(token_ids)})
+                len(token_ids), lambda: to_json({"prompt": preprocessor.text_of(token_ids, ref)})
             )
         return _json(content, service.accounting.headers(caller))
 

@@ -66,7 +66,7 @@ async def _respond(
     request.state.task = task
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    serializer = chat_serializer(service.preprocessor.tokenizer, body, task)
+    serializer = chat_serializer(body, task)
     headers = adapter_header(task) | service.accounting.headers(task.caller)
     if not body.stream:
 
