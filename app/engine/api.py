@@ -28,7 +28,7 @@ from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import EngineConfig
-from app.engine.errors import InvalidRequest, NotFound, QueueFull
+from app.engine.errors import InvalidRequest, ModelNotFound, QueueFull
 from app.engine.factory import new_engine, served_features
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.checkpoint import load_checkpoint
@@ -119,7 +119,7 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.pop(path, None)
         if adapter is None:
-            raise NotFound(f"adapter '{path}' is not loaded")
+            raise ModelNotFound(f"adapter '{path}' is not loaded")
         del self._tokenizers[path]
         digest = adapter.card.digest
         if any(other.card.digest == digest for other in self._adapters.values()):

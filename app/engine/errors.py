@@ -4,7 +4,8 @@
       InvalidRequest          the request can never succeed as written            (400)
         UnsupportedField        a field that would change the result is not implemented
         ContextOverflow         prompt + max_tokens exceed the context or the KV memory
-      NotFound                no such model, adapter or route for this caller     (404)
+      NotFound                this caller has no such object, or nothing is there (404)
+        ModelNotFound           no model or adapter of this name is registered
       ServerOverloaded        try again later
         QueueFull               this engine's waiting queue is at its limit       (429)
         NotReady                no replica can take the request now               (503)
@@ -61,7 +62,11 @@ class ContextOverflow(InvalidRequest):
 
 
 class NotFound(PolyloraError):
-    """No such model, adapter or route for this caller."""
+    """This caller has no such object, or there is nothing at an address."""
+
+
+class ModelNotFound(NotFound):
+    """No model or adapter of this name is registered for this caller."""
 
 
 class ServerOverloaded(PolyloraError):

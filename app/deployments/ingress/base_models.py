@@ -13,7 +13,7 @@ from typing import Any
 
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.service import IngressService
-from app.engine.errors import InvalidRequest, NotFound
+from app.engine.errors import InvalidRequest, ModelNotFound
 from app.model_names import split_version
 
 
@@ -32,7 +32,7 @@ class BaseModels:
         """The base model of this name. Raises NotFound."""
         found = self._find_base(base_name)
         if found is None:
-            raise NotFound(f"there is no base model {base_name[:80]!r} here; there are {self.names}")
+            raise ModelNotFound(f"there is no base model {base_name[:80]!r} here; there are {self.names}")
         return found
 
     def serving(self, name: str, caller: Principal) -> IngressService | None:

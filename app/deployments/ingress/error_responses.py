@@ -46,6 +46,10 @@ class UnknownContentType(errors.InvalidRequest):
     """The request body's content type is not JSON."""
 
 
+class PreviousResponseNotFound(errors.InvalidRequest):
+    """The request continues a response that is not stored."""
+
+
 class CrossSite(errors.PolyloraError):
     """A web page of another site sent the request from a browser."""
 
@@ -76,6 +80,7 @@ TABLE: dict[type[Exception], HttpError] = {
     BodyTimeout: HttpError(408, "invalid_request_error", "body_timeout"),
     UnknownEncoding: HttpError(415, "invalid_request_error", "unsupported_encoding"),
     UnknownContentType: HttpError(415, "invalid_request_error", "unsupported_content_type"),
+    PreviousResponseNotFound: HttpError(400, "invalid_request_error", "previous_response_not_found"),
     CrossSite: HttpError(403, "permission_error", "cross_site_request"),
     ManagementRefused: HttpError(403, "permission_error", "management_refused"),
     NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
@@ -89,7 +94,8 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),
     errors.InvalidRequest: HttpError(400, "invalid_request_error", "invalid_request"),
-    errors.NotFound: HttpError(404, "invalid_request_error", "model_not_found"),
+    errors.ModelNotFound: HttpError(404, "invalid_request_error", "model_not_found"),
+    errors.NotFound: HttpError(404, "invalid_request_error", "not_found"),
     errors.QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
     errors.NotReady: HttpError(503, "server_error", "not_ready"),
     errors.ServerOverloaded: HttpError(503, "server_error", "overloaded"),

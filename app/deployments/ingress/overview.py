@@ -27,7 +27,7 @@ from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.tenancy.usage.traffic_history import BUCKET_S
-from app.engine.errors import NotFound
+from app.engine.errors import ModelNotFound
 from app.version import version
 
 #: Counts of replicas and tiers are at most this old.
@@ -137,7 +137,7 @@ class ServiceOverview:
                     digest in host, resident, assigned,
                 ))  # fmt: skip
         if name is not None and not rows:
-            raise NotFound(f"there is no adapter {name[:80]!r}; GET /v1/loras lists them")
+            raise ModelNotFound(f"there is no adapter {name[:80]!r}; GET /v1/loras lists them")
         body: dict[str, Any] = {
             "object": "residency",
             "time": int(self._clock()),

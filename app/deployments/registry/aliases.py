@@ -20,7 +20,7 @@ from app.deployments.registry.db.tables import adapters, alias_targets, aliases,
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.feed.view import Entry, Key
 from app.deployments.registry.models import LIVE_STATES, AliasEntry, AliasTarget, AliasVersion
-from app.engine.errors import InvalidRequest, NotFound
+from app.engine.errors import InvalidRequest, ModelNotFound, NotFound
 from app.model_names import split_version
 from app.redaction import without_keys
 
@@ -185,7 +185,7 @@ class Aliases:
             if not self._is_base(target) and not _is_adapter(connection, self._base, tenant_id, target)
         }
         if absent:
-            raise NotFound(
+            raise ModelNotFound(
                 f"no adapter is registered as {without_keys(min(absent))[:80]!r}; register it before an alias points "
                 "to it"
             )

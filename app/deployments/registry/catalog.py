@@ -35,7 +35,7 @@ from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import Move
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import common_text, display_source, parse_combination
-from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
+from app.engine.errors import AdapterBusy, InvalidRequest, ModelNotFound
 from app.model_names import split_version
 from app.redaction import without_keys
 
@@ -234,7 +234,9 @@ class Catalog:
         entries = [self.get(part.name, tenant_id=part.tenant_id) for part in parts]
         for part, entry in zip(parts, entries, strict=True):
             if entry is None or entry.ref.digest != part.digest:
-                raise NotFound(f"adapter {part.name!r} was unloaded or replaced meanwhile; combine what is registered")
+                raise ModelNotFound(
+                    f"adapter {part.name!r} was unloaded or replaced meanwhile; combine what is registered"
+                )
         return common_text([part.name for part in parts], [entry.text for entry in entries if entry is not None])
 
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
@@ -386,8 +388,10 @@ def _note_generation(connection: Connection, base_digest: str, entry: CatalogEnt
     connection.execute(insert(generations).values(**values))
 
 
-def not_registered_error(name: str) -> NotFound:
-    return NotFound(f"no adapter is registered as {without_keys(name)[:80]!r}; GET /v1/loras lists the registered ones")
+def not_registered_error(name: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"no adapter is registered as {without_keys(name)[:80]!r}; GET /v1/loras lists the registered ones"
+    )
 
 
 def _quotient(number: float, weight: float) -> float:

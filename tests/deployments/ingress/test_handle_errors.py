@@ -15,6 +15,7 @@ from app.engine.errors import (
     DeadlineExceeded,
     EngineFailure,
     InvalidRequest,
+    ModelNotFound,
     NotFound,
     NotReady,
     PolyloraError,
@@ -25,7 +26,8 @@ from app.engine.errors import (
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        (NotFound("no such adapter"), LookupError, "model_not_found: no such adapter"),
+        (ModelNotFound("no such adapter"), LookupError, "model_not_found: no such adapter"),
+        (NotFound("no such file"), LookupError, "not_found: no such file"),
         (InvalidRequest("bad", param="text"), ValueError, "invalid_request: bad"),
         (AdapterUntrusted("no"), PermissionError, "untrusted_adapter: no"),
         (DeadlineExceeded("late"), TimeoutError, "timeout: late"),

@@ -27,7 +27,7 @@ from app.engine.adapters.combining.combination import (
     is_combination,
     parse_combination,
 )
-from app.engine.errors import InvalidRequest, NotFound, NotReady
+from app.engine.errors import InvalidRequest, ModelNotFound, NotFound, NotReady
 from app.model_names import ModelVersion, split_version
 
 
@@ -261,13 +261,13 @@ def _sticky_key(user: str | None) -> str:
     return secrets.token_hex(8) if user is None else f"user {user}"
 
 
-def _other_version(name: str, digest: str, generation: int | None) -> NotFound:
+def _other_version(name: str, digest: str, generation: int | None) -> ModelNotFound:
     present = f"generation {generation}, {digest[:12]}" if generation is not None else digest[:12]
-    return NotFound(
+    return ModelNotFound(
         f"{name[:160]!r} names a version that is not served: the present contents are {present}. Only present contents "
         "are served under a name; register others under a name of their own"
     )
 
 
-def _not_found(name: str) -> NotFound:
-    return NotFound(f"there is no model or adapter {name[:160]!r}; GET /v1/models lists what there is")
+def _not_found(name: str) -> ModelNotFound:
+    return ModelNotFound(f"there is no model or adapter {name[:160]!r}; GET /v1/models lists what there is")

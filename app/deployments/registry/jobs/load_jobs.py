@@ -37,7 +37,7 @@ from app.deployments.registry.registry import Registry
 from app.deployments.rpc.background_tasks import Tasks
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import display_source, is_combination
-from app.engine.errors import NotFound, NotReady, PolyloraError
+from app.engine.errors import ModelNotFound, NotReady, PolyloraError
 from app.engine.scheduling.fair_limiter import FairLimiter
 from app.logging import LogEvent
 
@@ -134,7 +134,7 @@ class LoadJobs:
         job = await asyncio.shield(task)
         entry = await asyncio.to_thread(self._registry.catalog.get, job.name, tenant_id=job.tenant_id)
         if entry is None:
-            raise NotFound(f"adapter {job.name!r} was unloaded as soon as it was loaded")
+            raise ModelNotFound(f"adapter {job.name!r} was unloaded as soon as it was loaded")
         return job, entry
 
     def cancel(self, job_ids: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from app.deployments.ingress.schemas.loras import (
 from app.deployments.ingress.serializers.loras import adapter_body, job_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import CatalogEntry, RegistryJob
-from app.engine.errors import InvalidRequest, NotFound, PolyloraError, UnsafeSource
+from app.engine.errors import InvalidRequest, ModelNotFound, NotFound, PolyloraError, UnsafeSource
 
 #: `org/repo` or `org/repo@revision`: how other servers spell a repository on the Hugging Face Hub.
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?P<revision>@\w[\w./-]*)?", re.ASCII)
@@ -134,4 +134,4 @@ def _dynamo_source(body: LoadLoraBody, caller: Principal) -> str:
 
 def _check_base(service: IngressService, base_model: str | None) -> None:
     if base_model is not None and not service.preprocessor.resolver.is_base(base_model):
-        raise NotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")
+        raise ModelNotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")

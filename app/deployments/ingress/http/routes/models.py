@@ -19,7 +19,7 @@ from app.deployments.ingress.service import IngressService
 from app.deployments.registry.feed.view import Entry
 from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry
 from app.engine.adapters.combining.combination import is_combination
-from app.engine.errors import NotFound
+from app.engine.errors import ModelNotFound
 from app.model_names import ModelVersion, split_version
 
 
@@ -53,7 +53,7 @@ def add_model_routes(app: FastAPI, bases: BaseModels) -> None:
             return JSONResponse(model_of(bases, service, entry, caller))
         if is_base(name) and caller.tenant.may_use(service.base_name):
             return JSONResponse(base_model(service))
-        raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
+        raise ModelNotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
 
 def model_page(bases: BaseModels, page: PageQuery, caller: Principal) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.error_responses import PreviousResponseNotFound
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
     json_response,
@@ -36,6 +37,7 @@ from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.responses import StoreResponse, response_body, response_events
 from app.deployments.ingress.service import IngressService
 from app.deployments.object_storage.models import StoredResponse, not_found_error
+from app.engine.errors import NotFound
 
 
 class RetrieveQuery(QueryParams):
@@ -60,7 +62,10 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
         """Answer a conversation, complete or as a stream."""
         caller = inference_principal(request)
         if body.previous_response_id is not None:
-            stored = await service.storage.response(body.previous_response_id, tenant_id=caller.tenant_id)
+            try:
+                stored = await service.storage.response(body.previous_response_id, tenant_id=caller.tenant_id)
+            except NotFound as error:
+                raise PreviousResponseNotFound(str(error), param="previous_response_id") from None
             num_chars = len(stored.items) + len(stored.body)
             body = await in_worker_if_long(num_chars, partial(_with_conversation, body, stored))
             request.state.num_body_bytes += num_chars

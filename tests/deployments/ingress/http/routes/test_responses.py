@@ -85,19 +85,21 @@ async def test_what_is_not_stored_is_not_there(gpt: openai.AsyncOpenAI, writing:
             await gpt.responses.retrieve(gone)
         with pytest.raises(openai.NotFoundError):
             await gpt.responses.delete(gone)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError) as refused:
             await gpt.responses.create(**FIXED, previous_response_id=gone)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as unknown:
             await gpt.responses.input_items.list(gone)
     writing.storage_config = AppConfig.model_validate({"storage": {"store_responses": True}}).storage
     assert (await gpt.responses.create(**FIXED)).store is True
     assert (await gpt.responses.create(**FIXED, store=False)).store is False
 
 
+        assert unknown.value.code == "not_found"
 async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     writing.storage_config = AppConfig.model_validate({"storage": {"max_responses": 2, "retention_days": 1}}).storage
     database, now_s = writing.managed.registry.database, [1000.0]
     database.clock = lambda: now_s[0]
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
     ids = []
     for _ in range(3):
         ids.append((await gpt.responses.create(**FIXED, store=True)).id)
@@ -133,15 +135,15 @@ async def test_a_project_s_responses_are_its_own(org: Org) -> None:
     response_id = (await org.ask("ada", "POST", "/v1/responses", json=body)).json()["id"]
     path = f"/v1/responses/{response_id}"
     assert (await org.ask("ada", "GET", path)).status_code == 200
-    asks: list[tuple[str, str, Any]] = [
-        ("GET", path, {}),
-        ("DELETE", path, {}),
-        ("GET", f"{path}/input_items", {}),
-        ("POST", "/v1/responses", {"json": body | {"previous_response_id": response_id}}),
+    asks: list[tuple[str, str, Any, int]] = [
+        ("GET", path, {}, 404),
+        ("DELETE", path, {}, 404),
+        ("GET", f"{path}/input_items", {}, 404),
+        ("POST", "/v1/responses", {"json": body | {"previous_response_id": response_id}}, 400),
     ]
-    for method, where, what in asks:
+    for method, where, what, status in asks:
         answer = await org.ask("bob", method, where, **what)
-        assert answer.status_code == 404
+        assert answer.status_code == status
         assert answer.json()["error"]["message"] == (
             f"there is no response {response_id!r}; a response is stored if its request has store: true"
         )
