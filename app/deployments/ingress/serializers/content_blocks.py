@@ -42,6 +42,11 @@ class BlocksDone(NamedTuple):
     stop: str | None = None
 
 
+def answer_id(task: GenerationTask, prefix: str) -> str:
+    """The id of a task's answer as these APIs write it: `resp_…`, `msg_…`."""
+    return f"{prefix}_{task.request_id.removeprefix('chatcmpl-')}"
+
+
 async def block_events(task: GenerationTask) -> AsyncGenerator[BlockEvent | BlocksDone]:
     """The block events of a task with one sequence. Raises the sequence's errors; closing the generator aborts it."""
     reader = None if task.tools is None else task.tools.reader(task.requests[0].request_id)

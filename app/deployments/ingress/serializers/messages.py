@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.error_responses import ErrorReply
 from app.deployments.ingress.preprocess.tools import arguments_object
-from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, block_events
+from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, answer_id, block_events
 from app.engine.request import Usage
 
 MESSAGES_PATH = "/v1/messages"
@@ -98,7 +98,8 @@ def _message_start(task: GenerationTask, model: str) -> dict[str, Any]:
 
 
 def _message(task: GenerationTask, model: str) -> dict[str, Any]:
-    return {"id": task.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
+    fields = {"type": "message", "role": "assistant", "model": model, "stop_sequence": None}
+    return {"id": answer_id(task, "msg"), **fields}
 
 
 def _block(block: Block) -> dict[str, Any]:

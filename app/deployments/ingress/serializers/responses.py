@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.schemas.responses import ResponsesRequest
-from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, block_events
+from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, answer_id, block_events
 from app.deployments.ingress.serializers.messages import named_event
 from app.engine.request import Usage
 
@@ -35,7 +35,7 @@ def response_body(
         {name: fields[name] for name in same}
         | drawn
         | {
-            "id": stored_id or task.request_id,
+            "id": stored_id or answer_id(task, "resp"),
             "object": "response",
             "created_at": int(task.requests[0].arrival_s),
             "status": status,
@@ -121,7 +121,7 @@ def _item(task: GenerationTask, body: ResponsesRequest, block: Block, status: st
 
 def _id(task: GenerationTask, block: Block) -> str:
     prefix = "msg" if block.kind == "text" else "fc"
-    return f"{prefix}_{task.request_id}_{block.index}"
+    return f"{answer_id(task, prefix)}_{block.index}"
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -64,6 +65,7 @@ async def test_messages_with_words(claude: anthropic.AsyncAnthropic) -> None:
     fields: Any = CLAUDE | {"max_tokens": 12, "system": "be kind", "extra_body": {"temperature": 0}}
     message = await claude.messages.create(**fields)
     assert (message.role, message.type) == ("assistant", "message")
+    assert re.fullmatch("msg_[0-9a-f]+", message.id)
     assert message.stop_reason in ("max_tokens", "end_turn")
     assert message.content[0].type == "text"
     assert message.usage.output_tokens == 12 or message.stop_reason == "end_turn"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -76,30 +77,40 @@ async def test_a_call_of_a_tool_is_answered_by_its_id_alone(gpt: openai.AsyncOpe
     assert kinds == ["message", "function_call", "function_call_output"]
 
 
+@pytest.mark.parametrize("store", [False, True])
+async def test_ids_are_openai_s(gpt: openai.AsyncOpenAI, store: bool) -> None:
+    plain = await gpt.responses.create(**FIXED, store=store)
+    (*_, last) = [event async for event in await gpt.responses.create(**FIXED, store=store, stream=True)]
+    assert last.type in ("response.completed", "response.incomplete")
+    for response in (plain, last.response):
+        assert re.fullmatch("resp_[0-9a-f]+", response.id)
+        assert re.fullmatch("msg_[0-9a-f]+_0", response.output[0].id or "")
+
+
 async def test_what_is_not_stored_is_not_there(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     plain = await gpt.responses.create(**FIXED)
     stored = await gpt.responses.create(**FIXED, store=True)
     await gpt.responses.delete(stored.id)
     for gone in (plain.id, stored.id, "resp_none"):
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as unknown:
             await gpt.responses.retrieve(gone)
+        assert unknown.value.code == "not_found"
         with pytest.raises(openai.NotFoundError):
             await gpt.responses.delete(gone)
         with pytest.raises(openai.BadRequestError) as refused:
             await gpt.responses.create(**FIXED, previous_response_id=gone)
-        with pytest.raises(openai.NotFoundError) as unknown:
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+        with pytest.raises(openai.NotFoundError):
             await gpt.responses.input_items.list(gone)
     writing.storage_config = AppConfig.model_validate({"storage": {"store_responses": True}}).storage
     assert (await gpt.responses.create(**FIXED)).store is True
     assert (await gpt.responses.create(**FIXED, store=False)).store is False
 
 
-        assert unknown.value.code == "not_found"
 async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     writing.storage_config = AppConfig.model_validate({"storage": {"max_responses": 2, "retention_days": 1}}).storage
     database, now_s = writing.managed.registry.database, [1000.0]
     database.clock = lambda: now_s[0]
-        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
     ids = []
     for _ in range(3):
         ids.append((await gpt.responses.create(**FIXED, store=True)).id)
