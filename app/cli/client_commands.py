@@ -45,8 +45,8 @@ def add_client_commands(commands: Any) -> None:
     unload = _add(commands, "unload", "unload an adapter; returns when its running requests have ended", _unload)
     unload.add_argument("name")
 
-    alias = _add(commands, "alias", "show or change an alias: its adapters and their weights", _alias)
-    alias.add_argument("name")
+    alias = _add(commands, "alias", "show aliases, or change one: its adapters and their weights", _alias)
+    alias.add_argument("name", nargs="?", help="default: show all aliases")
     alias.add_argument("targets", nargs="*", metavar="ADAPTER[=WEIGHT]", help="send its requests there from now on")
     change = alias.add_mutually_exclusive_group()
     change.add_argument("--promote", metavar="ADAPTER", help="send all requests to this one of its adapters")
@@ -115,11 +115,17 @@ def _unload(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answe
 
 
 def _alias(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]:
-    route = f"/v1/aliases/{quote(arguments.name)}"
-    given = (arguments.promote, arguments.rollback, arguments.remove or None)
-    if arguments.targets and any(each is not None for each in given):
+    is_change = arguments.promote is not None or arguments.rollback is not None or arguments.remove
+    if arguments.name is None:
+        if is_change:
+            raise ConfigError("name the alias to change; without options the command lists all aliases")
+        aliases = list(service.everything("/v1/aliases"))
+        yield Answer(aliases, [_alias_line(each) for each in aliases] or ["no aliases"])
+        return
+    if arguments.targets and is_change:
         raise ConfigError("give either adapters, or one of --promote, --rollback and --remove")
     if arguments.targets:
+    route = f"/v1/aliases/{quote(arguments.name)}"
         body = service.call("PUT", route, {"targets": dict(map(_target, arguments.targets))})
     elif arguments.promote is not None:
         body = service.call("POST", f"{route}/promote", {"target": arguments.promote})
@@ -128,8 +134,11 @@ def _alias(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer
         body = service.call("POST", f"{route}/rollback", version)
     else:
         body = service.call("DELETE" if arguments.remove else "GET", route)
-    what = "removed" if arguments.remove else _weights(body["targets"])
-    yield Answer(body, [f"{body['id']}: {what} (version {body['version']})"])
+    yield Answer(body, [_alias_line(body, "removed" if arguments.remove else None)])
+
+
+def _alias_line(alias: Mapping[str, Any], what: str | None = None) -> str:
+    return f"{alias['id']}: {what or _weights(alias['targets'])} (version {alias['version']})"
 
 
 def _target(text: str) -> tuple[str, float]:

@@ -106,6 +106,7 @@ def run(api: Api, capsys: pytest.CaptureFixture[str]) -> Run:
          ("POST", "/v1/loras", {"name": NAME, "path": "x", "wait": False, "lazy": True, "description": "law"}), []),
         (["load", NAME], ("POST", f"/v1/loras/{NAME}/load", None), ["LOADED"]),
         (["unload", NAME], ("DELETE", f"/v1/loras/{NAME}", None), ["REMOVED"]),
+        (["alias"], ("GET", "/v1/aliases?limit=1000", None), ["prod: some-org/legal=95, sql=5 (version 3)"]),
         (["alias", "prod"], ("GET", "/v1/aliases/prod", None), ["some-org/legal=95, sql=5 (version 3)"]),
         (["alias", "prod", f"{NAME}@2=95", "sql"],
          ("PUT", "/v1/aliases/prod", {"targets": {f"{NAME}@2": 95.0, "sql": 1.0}}), ["version 3"]),
@@ -164,7 +165,7 @@ def test_logs_go_on_with_what_is_new(run: Run, api: Api, monkeypatch: pytest.Mon
     assert [line.split("  ")[1] for line in out.splitlines()] == ["event 1", "event 2", "event 3", "event 4"]
 
 
-@pytest.mark.parametrize("words", [["ls"], ["load", "a", "b"], ["unload", "a"], ["alias", "a"], ["logs"],
+@pytest.mark.parametrize("words", [["ls"], ["load", "a", "b"], ["unload", "a"], ["alias", "a"], ["alias"], ["logs"],
                                    ["chat", "a", "hi"], ["ps"]])  # fmt: skip
 def test_without_a_service_one_line_says_so(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -186,6 +187,7 @@ def test_without_a_service_one_line_says_so(
         (["alias", "nothing"], "no such thing"),
     ],
 )
+        (["alias", "--promote", "a"], "name the alias"),
 def test_what_is_wrong_is_one_line(run: Run, words: list[str], says: str) -> None:
     status, _, err = run(*words)
     assert status == 1
