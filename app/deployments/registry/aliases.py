@@ -8,6 +8,7 @@ for that name go to its targets, among which that name still means the base.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -198,7 +199,7 @@ class Aliases:
         self, connection: Connection, who: str, action: str, name: str, tenant_id: str, detail: Mapping[str, Any]
     ) -> None:
         record_audit(connection, self._database, who, action, name, tenant_id, detail)
-        record_events(connection, self._database, [NewEvent(action, name, tenant_id, detail=str(dict(detail)))])
+        record_events(connection, self._database, [NewEvent(action, name, tenant_id, detail=json.dumps(detail))])
 
 
 def changed_aliases(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:

@@ -321,6 +321,11 @@ async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, ser
     ],
 )
 async def test_what_is_refused(http: httpx.AsyncClient, method: str, route: str, body: Any, status: int) -> None:
+    events = (await http.get("/v1/events", params={"name": "app"})).json()["data"]
+    assert [event["detail"] for event in reversed(events)] == [
+        {"version": 1, "targets": {"v1": 50, "v2": 50}}, {"version": 2, "targets": {"v2": 1}},
+        {"from": 2, "to": 1}, {"from": 1, "to": 2}, {"version": 2},
+    ]  # fmt: skip
     answer = await http.request(method, route, json=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
