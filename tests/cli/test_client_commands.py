@@ -148,6 +148,11 @@ def test_a_chat_streams_or_is_json(run: Run, api: Api, monkeypatch: pytest.Monke
     assert roles == ["user", "assistant", "user"], "the conversation goes on"
 
 
+def test_a_load_s_warnings_are_printed(run: Run, api: Api) -> None:
+    api.answers["POST /v1/loras"] = LORA | {"warnings": ["another base model"]}
+    assert run("load", NAME, "a")[1].splitlines()[1:] == ["warning: another base model"]
+
+
 def test_logs_go_on_with_what_is_new(run: Run, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = iter([3, 4])
 
@@ -182,12 +187,12 @@ def test_without_a_service_one_line_says_so(
     [
         (["alias", "prod", "a=x"], "not an adapter"),
         (["alias", "prod", "a", "--remove"], "either adapters"),
+        (["alias", "--promote", "a"], "name the alias"),
         (["load", "a", "--pin"], "without a path"),
         (["logs", "-n", "-1"], "--lines"),
         (["alias", "nothing"], "no such thing"),
     ],
 )
-        (["alias", "--promote", "a"], "name the alias"),
 def test_what_is_wrong_is_one_line(run: Run, words: list[str], says: str) -> None:
     status, _, err = run(*words)
     assert status == 1

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.config import DEFAULT_MODEL_URI
+from app.model_names import base_warning
 from examples.training.recipes import RECIPES
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
@@ -49,6 +51,7 @@ def test_config_agrees_with_recipe(name: str) -> None:
     found, recipe = config(name), RECIPES[name]
     assert found["peft_type"] == "LORA"
     assert found["base_model_name_or_path"] == "SmolLM2-135M-Instruct"
+    assert base_warning(found["base_model_name_or_path"], "base", DEFAULT_MODEL_URI) is None
     assert (found["r"], found["lora_alpha"], found["use_rslora"]) == (recipe.rank, recipe.alpha, recipe.use_rslora)
     assert sorted(found["target_modules"]) == sorted(recipe.targets)
 

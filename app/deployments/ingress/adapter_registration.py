@@ -6,7 +6,7 @@ from typing import Any
 
 from app.deployments.ingress.principal import Principal, compose_request, load_request
 from app.deployments.ingress.schemas.loras import GenerationDefaults, RegisterAdapterBody
-from app.deployments.ingress.serializers.loras import adapter_body, description_body, job_body
+from app.deployments.ingress.serializers.loras import description_body, loaded_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import LoadRequest, Registration, cannot_pin_error
 from app.engine.errors import InvalidRequest
@@ -18,7 +18,7 @@ async def load_and_wait(body: RegisterAdapterBody, caller: Principal, service: I
     if body.lazy:
         return await _register_lazily(body, load, caller, service)
     job, entry = await service.adapter_admin.store.load_and_wait(load)
-    return adapter_body(entry) | {"job": job_body(job)}
+    return loaded_body(entry, job, service.model_config)
 
 
 def load_request_of(body: RegisterAdapterBody, caller: Principal, service: IngressService) -> LoadRequest:

@@ -99,6 +99,7 @@ class IngressService:
         self.base_name = config.model.name
         self.new_project_limits = _new_project_limits(config, self.base_names)
         self.adapters_config = config.adapters
+        self.model_config = config.model
         self.registry = parts.registry
         self.accounting = parts.accounting
         self._connections = ReplicaConnections(parts.replicas, parts.placer, parts.loads)

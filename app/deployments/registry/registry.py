@@ -33,15 +33,17 @@ class Registry:
         *,
         actor: str = "",
         base_names: Collection[str] = (),
+        base_uri: str = "",
         check_quota: Callable[[Connection, str], None] = lambda *_: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """base_names: what clients call the base model. `actor` names this process over restarts (`StoreLeases`).
-        `check_quota`: see `Catalog`. `clock` gives the Unix times that are stored, `monotonic` seconds that clock
-        changes do not affect.
+        """base_names: what clients call the base model; base_uri: where it is from. `actor` names this process over
+        restarts (`StoreLeases`). `check_quota`: see `Catalog`. `clock` gives the Unix times that are stored,
+        `monotonic` seconds that clock changes do not affect.
 
         Raises ConfigError, NotReady.
         """
+        self.base_uri = base_uri
         self.database = Database(url, base_digest, clock)
         self.stores = StoreLeases(self.database, actor, monotonic)
         self.change_query = ChangeQuery(self.database)
@@ -78,6 +80,7 @@ def open_registry(
         PinLimits.of(config),
         actor=actor,
         base_names=(config.model.name,),
+        base_uri=config.model.uri,
         check_quota=check_quota,
     )
 

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from app.engine.wire_format import message
 
+#: PEFT's key for the name of the base model that an adapter was trained on, also in `AdapterCard.metadata`.
+TRAINED_ON = "base_model_name_or_path"
+
 
 @message
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class AdapterCard:
     memory besides its rank rows (`app.engine.adapters.extra_weights.extra_bytes`). `text`: its `AdapterTokenizer` as
     JSON, "" if prompts are written as for the base. `invocation_tokens`: the adapter applies from their last occurrence
     in a prompt (activated LoRA, `invocation_start`); () for an ordinary adapter. `metadata`: a card file's free
-    metadata (version, author, …) as a JSON object of strings, "" for none. `is_zero`: it changes nothing, so it is
-    the base model under another name. `has_score_head`: it scores texts and generates none (`score_head`).
+    metadata (version, author, …), for a PEFT folder the base model that it names (`TRAINED_ON`), as a JSON object of
+    strings, "" for none. `is_zero`: it changes nothing, so it is the base model under another name. `has_score_head`:
+    it scores texts and generates none (`score_head`).
     """
 
     digest: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_rounding_leaves_what_lies_beside_the_modules_alone(tmp_path: Path) -> N
     stored = read_raw_peft(write_peft(tmp_path / "it", config, tensors), SPEC)
     rounded, report = quantize_adapter(stored, "I8")
     path = tmp_path / f"a{CARD_SUFFIX}"
-    write_card(path, ArrowCard("a", rounded, {}, report))
+    write_card(path, ArrowCard("a", rounded, json.loads(rounded.metadata), report))
     card = read_card(path)
     assert (card.raw, card.quantization) == (rounded, report)
     assert rounded.parameters == stored.parameters

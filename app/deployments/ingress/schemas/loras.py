@@ -145,8 +145,8 @@ class LoraJob(ResponseModel):
 
 
 class Lora(ResponseModel):
-    """A registered adapter. `job`: the load that this response completes, if any. `defaults`: as set for the name;
-    `generation_config`: what the adapter's own files say."""
+    """A registered adapter. `job`: the load that this response completes, if any, and `warnings` about it. `defaults`:
+    as set for the name; `generation_config`: what the adapter's own files say."""
 
     id: str
     object: Literal["lora"]
@@ -168,6 +168,7 @@ class Lora(ResponseModel):
     metadata: dict[str, Any]
     alora_invocation_tokens: list[int] | None
     job: LoraJob | None = None
+    warnings: Omittable[list[str]] = None
 
 
 class LoraPage(PageResponse[Lora]):
@@ -247,6 +248,7 @@ class LoraStatus(ResponseModel):
     residency: Omittable[ResidencyResponse] = None
     activity: Omittable[ActivityResponse] = None
     dependents: Omittable[list[Dependent]] = None
+    warnings: Omittable[list[str]] = None
 
 
 class LoraGeneration(ResponseModel):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from app.config import ModelConfig
 from app.deployments.placement.messages import Residency
 from app.deployments.registry.models import (
     AliasEntry,
@@ -23,7 +24,9 @@ from app.deployments.registry.models import (
     RegistryJob,
 )
 from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.combining.combination import display_source, is_combination, parse_combination
+from app.model_names import base_warning
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
@@ -49,6 +52,18 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "metadata": json.loads(entry.metadata) if entry.metadata else {},
         "alora_invocation_tokens": [*entry.invocation_tokens] or None,
     }
+
+
+def loaded_body(entry: CatalogEntry, job: RegistryJob | None, base: ModelConfig) -> dict[str, Any]:
+    """A registered adapter, the load that made it so, and warnings."""
+    body = adapter_body(entry)
+    return body | {"job": None if job is None else job_body(job), "warnings": load_warnings(body, base)}
+
+
+def load_warnings(body: Mapping[str, Any], base: ModelConfig) -> list[str]:
+    """What may be wrong with an adapter, by its body or status, on this base model."""
+    warning = base_warning(body.get("metadata", {}).get(TRAINED_ON), base.name, base.uri)
+    return [] if warning is None else [warning]
 
 
 def _combination_body(source: str) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 import uuid
@@ -35,11 +36,12 @@ from app.deployments.registry.models import (
 )
 from app.deployments.registry.registry import Registry
 from app.deployments.rpc.background_tasks import Tasks
-from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.card import TRAINED_ON, AdapterCard
 from app.engine.adapters.combining.combination import display_source, is_combination
 from app.engine.errors import ModelNotFound, NotReady, PolyloraError
 from app.engine.scheduling.fair_limiter import FairLimiter
 from app.logging import LogEvent
+from app.model_names import base_warning
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +219,7 @@ class LoadJobs:
             bounded_card = replace(card, metadata=_bounded_metadata(job.name, card))
             register = partial(self._registry.catalog.register, job.request, uri, bounded_card, job)
             entry = await self._register_in_turn(register)
+            self._warn_of_other_base(entry)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
@@ -228,6 +231,12 @@ class LoadJobs:
             if (refused := self._read_digests.pop(job_id, None)) is not None:
                 await self._release_host_copy(refused)
             raise
+
+    def _warn_of_other_base(self, entry: CatalogEntry) -> None:
+        trained_on = json.loads(entry.metadata or "{}").get(TRAINED_ON)
+        base_name = min(self._registry.aliases.base_names, default="")
+        if (warning := base_warning(trained_on, base_name, self._registry.base_uri)) is not None:
+            logger.warning("adapter %s: %s", entry.name, warning)
 
     async def _release_host_copy(self, digest: str) -> None:
         """Free the host copy of refused contents, unless a name means them or another load has read them."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, write_adapter_tokenizer
+from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.formats.peft_config import CLASSIFIES, CONFIG_NAME
 from app.engine.adapters.formats.peft_experts import FusedExperts, fuse_experts
 from app.engine.adapters.formats.peft_file import (
@@ -112,6 +113,8 @@ def _config(raw: RawAdapter, experts: Sequence[FusedExperts], modules: Sequence[
         optional["trainable_token_indices"] = {
             rows.path.rsplit(".", 1)[-1]: list(rows.token_ids) for rows in raw.token_rows
         }
+    if (trained_on := json.loads(raw.metadata or "{}").get(TRAINED_ON)) is not None:
+        optional[TRAINED_ON] = trained_on
     if raw.invocation_tokens:
         optional["alora_invocation_tokens"] = list(raw.invocation_tokens)
     bias, saved = _bias_and_modules_to_save(raw)

@@ -7,6 +7,7 @@ and a targeted module must be present, though PEFT would silently leave it at ze
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
+from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.formats.peft_config import CLASSIFIES, CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
@@ -94,6 +96,7 @@ def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEF
         token_rows=tuple(RawTokenRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
         text=read_adapter_tokenizer(folder, limits).to_json(),
         invocation_tokens=config.invocation_tokens,
+        metadata=json.dumps({TRAINED_ON: config.trained_on}) if config.trained_on else "",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.score_head import HEAD_MODULES
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError
@@ -130,7 +131,7 @@ def parse_config(contents: bytes) -> PeftConfig:
     if use_dora and lora_bias:
         raise _config_error("lora_bias", lora_bias, "PEFT does not combine it with use_dora")
     invocation_tokens = _invocation_tokens(config)
-    trained_on = config.get("base_model_name_or_path")
+    trained_on = config.get(TRAINED_ON)
     return PeftConfig(
         rank=_rank("r", config.get("r", 8)),
         alpha=_alpha("lora_alpha", config.get("lora_alpha", 8)),

@@ -136,7 +136,8 @@ def test_a_task_travels_as_json() -> None:
 def test_a_good_adapter_arrives_whole(folder: Path, validator: Validator) -> None:
     expected = read_peft(folder, SPEC)
     card = folder.parent / f"adapter{CARD_SUFFIX}"
-    write_card(card, ArrowCard("a", read_raw_peft(folder, SPEC), {}))
+    raw = read_raw_peft(folder, SPEC)
+    write_card(card, ArrowCard("a", raw, json.loads(raw.metadata)))
     for path in (folder, card):
         header, arrays = validator.read(path, SPEC)
         assert not arrays[0].flags.writeable

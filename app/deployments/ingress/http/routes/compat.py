@@ -22,7 +22,7 @@ from app.deployments.ingress.schemas.loras import (
     UnloadedLora,
     UnloadLoraBody,
 )
-from app.deployments.ingress.serializers.loras import adapter_body, job_body
+from app.deployments.ingress.serializers.loras import adapter_body, loaded_body
 from app.deployments.ingress.service import IngressService
 from app.deployments.registry.models import CatalogEntry, RegistryJob
 from app.engine.errors import InvalidRequest, ModelNotFound, NotFound, PolyloraError, UnsafeSource
@@ -61,7 +61,7 @@ def add_compat_routes(routes: APIRouter, service: IngressService) -> None:
         source = _dynamo_source(body, caller)
         job, entry = await _load(service, caller, body.lora_model, source, body.pin_lora, body.traffic_weight)
         done = {"lora_model": body.lora_model, "status": "success"}
-        return JSONResponse(adapter_body(entry) | done | {"job": job_body(job)})
+        return JSONResponse(loaded_body(entry, job, service.model_config) | done)
 
     @routes.post("/v1/unload_lora", response_model=UnloadedLora, responses={202: {"model": UnloadedLora}})
     async def unload(

@@ -46,6 +46,8 @@ from app.deployments.ingress.serializers.loras import (
     adapter_body,
     dynamo_fields,
     job_body,
+    load_warnings,
+    loaded_body,
     unload_body,
 )
 from app.deployments.ingress.service import IngressService
@@ -133,7 +135,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
         """Read a lazily registered adapter before a request needs it; answers when it is served."""
         caller = http_principal(request)
         job, entry = await service.adapter_admin.store.load_registered(name, tenant_id=caller.tenant_id, who=caller.who)
-        return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
+        return JSONResponse(loaded_body(entry, job, service.model_config))
 
     @routes.get("/v1/loras/{name:model}", response_model=LoraStatus)
     async def adapter(name: str, request: Request) -> Response:
@@ -142,7 +144,8 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
         status = await adapter_status(service.adapter_admin, service.adapter_metrics, name, caller)
         found = service.registry.dependents(caller.tenant_id, split_version(name)[0])
         dependents = [{"project_id": tenant_id, "name": each} for tenant_id, each in found]
-        return JSONResponse({**status, "dependents": dependents})
+        warnings = load_warnings(status, service.model_config)
+        return JSONResponse({**status, "dependents": dependents, "warnings": warnings})
 
     @routes.patch("/v1/loras/{name:model}", response_model=Lora)
     async def configure(name: str, request: Request, body: JsonBody[ConfigureAdapterBody]) -> Response:
@@ -320,7 +323,7 @@ def _add_upload_route(routes: APIRouter, service: IngressService) -> None:
             else:
                 config = _checked_config(request.headers.get(CONFIG_HEADER, "").encode("latin-1"))
                 job, entry = await _upload(body_parts(request, max_bytes, limit), load, config, service)
-        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
+        return JSONResponse(loaded_body(entry, job, service.model_config))
 
 
 def _checked_config(config: bytes) -> bytes:

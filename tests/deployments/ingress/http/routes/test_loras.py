@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from app.deployments.ingress.http.request_parsing import MAX_PAGE
+from app.engine.adapters.card import TRAINED_ON
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
 from tests.deployments.managed import ADA, wanted
@@ -68,6 +70,28 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
     for route in ("/v1/load_lora", "/v1/unload_lora"):
         body = {"base_model": "other", "lora_model": "new"} | ({"lora_path": "new"} if route == "/v1/load_lora" else {})
         assert (await http.post(route, json=body)).status_code == 404
+
+
+@pytest.mark.parametrize(("trained_on", "num_warnings"), [("acme/other-0.5B", 1), ("org/Base", 0), (None, 0)])
+async def test_an_adapter_that_names_another_base_model_is_loaded_with_a_warning(
+    http: httpx.AsyncClient,
+    service: Service,
+    caplog: pytest.LogCaptureFixture,
+    trained_on: str | None,
+    num_warnings: int,
+) -> None:
+    store = service.managed.store
+    store.metadata[store.contents["new"]] = json.dumps({} if trained_on is None else {TRAINED_ON: trained_on})  # type: ignore[index]
+    service.managed.registry.aliases.base_names = frozenset({"base"})
+    bodies = [
+        (await http.post("/v1/loras", json={"name": "new", "path": "new", "wait": True})).json(),
+        (await http.post("/v1/load_lora", json={"lora_model": "new", "lora_path": "new"})).json(),
+        (await http.post("/v1/loras/new/load")).json(),
+        (await http.get("/v1/loras/new")).json(),
+    ]
+    assert [len(body["warnings"]) for body in bodies] == [num_warnings] * 4
+    said = [record.getMessage() for record in caplog.records if "trained on" in record.getMessage()]
+    assert said == [f"adapter new: {warning}" for warning in bodies[0]["warnings"] * 2], "once for each load"
 
 
 async def test_vllm_loads_a_name_again_only_in_place(http: httpx.AsyncClient, service: Service) -> None:
@@ -297,6 +321,11 @@ async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, ser
     assert (await http.delete("/v1/aliases/app")).status_code == 200
     assert (await http.get("/v1/aliases/app")).status_code == 404
     assert (await http.post("/v1/completions", json=LEGACY | {"model": "app"})).status_code == 404
+    events = (await http.get("/v1/events", params={"name": "app"})).json()["data"]
+    assert [event["detail"] for event in reversed(events)] == [
+        {"version": 1, "targets": {"v1": 50, "v2": 50}}, {"version": 2, "targets": {"v2": 1}},
+        {"from": 2, "to": 1}, {"from": 1, "to": 2}, {"version": 2},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -321,11 +350,6 @@ async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, ser
     ],
 )
 async def test_what_is_refused(http: httpx.AsyncClient, method: str, route: str, body: Any, status: int) -> None:
-    events = (await http.get("/v1/events", params={"name": "app"})).json()["data"]
-    assert [event["detail"] for event in reversed(events)] == [
-        {"version": 1, "targets": {"v1": 50, "v2": 50}}, {"version": 2, "targets": {"v2": 1}},
-        {"from": 2, "to": 1}, {"from": 1, "to": 2}, {"version": 2},
-    ]  # fmt: skip
     answer = await http.request(method, route, json=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
