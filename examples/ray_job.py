@@ -3,8 +3,8 @@
     RAY_AUTH_MODE=token RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 python examples/ray_job.py "the quick brown fox" [adapter]
 
 So it finds what `polylora serve` started on this machine. In a cluster of `ray start` run it on one of its machines,
-without the second variable. It generates once, for a list, and as a stream; with an adapter's name it uses that
-adapter.
+without the second variable. It generates once, for a list, and as a stream, and sends a chat and token ids; with an
+adapter's name it uses that adapter.
 """
 
 from __future__ import annotations
@@ -33,6 +33,21 @@ def main(text: str, adapter: str | None) -> None:
 
     pieces = service.options(stream=True).stream.remote(text, greedy, adapter)
     print("stream:", repr("".join(pieces)))
+
+    # The calls below take the fields of OpenAI's API, and return its objects.
+    messages = [{"role": "user", "content": text}]
+    fields = {"max_tokens": 8, "temperature": 0.0}
+    choice = service.chat.remote(messages, adapter, logprobs=True, **fields).result()["choices"][0]
+    print("chat:", repr(choice["message"]["content"]))
+    print("log-probabilities:", *[round(entry["logprob"], 3) for entry in choice["logprobs"]["content"]])
+    events = service.options(stream=True).stream_chat.remote(messages, adapter, **fields)
+    print("chat stream:", repr("".join(event["choices"][0]["delta"].get("content", "") for event in events)))
+    completion = service.complete.remote([5, 6, 7], adapter, return_token_ids=True, **fields).result()
+    print("token ids:", *completion["choices"][0]["token_ids"])
+    try:
+        service.chat.remote(messages, "no such adapter").result()
+    except LookupError as error:
+        print("error:", str(error).splitlines()[-1])
 
 
 if __name__ == "__main__":

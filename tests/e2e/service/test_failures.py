@@ -161,6 +161,32 @@ def test_another_ray_job_uses_the_handle(service: Service) -> None:
     assert many[1] == f"many: r8 {lines['stream']}"
     assert many[0].startswith("many: None")
     assert many[0] != many[1]
+    assert lines["chat"] == lines["chat stream"]
+    assert all(float(logprob) <= 0 for logprob in lines["log-probabilities"].split())
+    assert 1 <= len(lines["token ids"].split()) <= 8
+    assert lines["error"].endswith(
+        "model_not_found: there is no model or adapter 'no such adapter'; GET /v1/models lists what there is"
+    )
+
+
+async def test_the_handle_answers_as_the_routes(service: Service, handle: Handle) -> None:
+    """Several adapters by weight, log-probabilities of a prompt, token ids; and an adapter that it registers."""
+    parts = [{"name": "r8", "weight": 0.8}, {"name": "r16", "weight": -0.6}]
+    fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    wanted = fields | {"adapters": parts, "prompt_logprobs": 1, "return_token_ids": True}
+    with service.http() as http:
+        routed = http.post("/v1/completions", json={"model": "tiny", "prompt": "the quick", **wanted}).json()
+        called = await asyncio.to_thread(lambda: handle("complete", "the quick", **wanted))
+        assert called["choices"] == routed["choices"]
+        loaded = handle("load", "mixed", combine={"adapters": parts}, description="both", pinned=True)
+        assert (loaded["state"], loaded["description"], loaded["pinned"]) == ("LOADED", "both", True)
+        named = handle("complete", "the quick", "mixed", **fields, return_token_ids=True)
+        assert named["choices"][0]["token_ids"] == routed["choices"][0]["token_ids"]
+        handle("unload", "mixed")
+        with pytest.raises(LookupError, match="model_not_found"):
+            handle("chat", [{"role": "user", "content": "hi"}], "mixed")
+        with pytest.raises(ValueError, match="frobnicate"):
+            handle("chat", [{"role": "user", "content": "hi"}], frobnicate=1)
 
 
 async def test_a_rolling_update_fails_no_request(service: Service, handle: Handle) -> None:
