@@ -45,6 +45,7 @@ def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
             [_replica_row(replica) for replica in status["replicas"]],
         ),
         "",
+        *_scaling_lines(status.get("scaling_decisions")),
         *table(
             ("tier", "adapters", "MiB", "hits", "misses", "evictions"),
             [_tier_row(name, counts) for name, counts in status["tiers"].items()],
@@ -106,6 +107,16 @@ def _applications() -> Mapping[str, Any]:
         ray.shutdown()
 
 
+def _scaling_lines(decisions: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """The last autoscaling decision, if there was one."""
+    if not decisions:
+        return []
+    last = decisions[0]
+    change = f"{last['prev_num_replicas']} -> {last['target_num_replicas']}"
+    need = f"{last['reason']} need {last['needed_replicas']:.2f}"
+    return [f"last autoscaling decision: {_when(last['created'])}  {last['deployment']} {change}: {need}", ""]
+
+
 def _replica_row(replica: Mapping[str, Any]) -> Sequence[str]:
     num_held = replica["num_blocks"] - replica["num_blocks_free"]
     return (
@@ -128,10 +139,13 @@ def _tier_row(name: str, counts: Mapping[str, float]) -> Sequence[str]:
 
 def event_line(event: Mapping[str, Any]) -> str:
     """An event as one line of text, whatever its detail holds."""
-    when = datetime.fromtimestamp(event["created"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     detail = event.get("detail") or ""
     detail = escape_control_chars(detail if isinstance(detail, str) else json.dumps(detail))
-    return f"{when}  {event['event']}  {event.get('name') or ''}  {detail}".rstrip()
+    return f"{_when(event['created'])}  {event['event']}  {event.get('name') or ''}  {detail}".rstrip()
+
+
+def _when(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

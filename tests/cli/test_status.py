@@ -78,6 +78,17 @@ def test_a_status_has_a_line_a_replica_a_tier_and_a_failure() -> None:
     assert "not ready" in quiet[0]
 
 
+def test_a_status_has_the_last_decision_of_the_autoscaler() -> None:
+    decision = {"deployment": "EngineReplica", "created": 60, "prev_num_replicas": 1, "target_num_replicas": 3,
+                "reason": "pending tokens", "needed_replicas": 2.9}  # fmt: skip
+    old = decision | {"reason": "KV blocks in use"}
+    text = "\n".join(status_lines(STATUS | {"scaling_decisions": [decision, old]}, "http://x"))
+    assert "decision: 1970-01-01T00:01:00Z  EngineReplica 1 -> 3: pending tokens need 2.90\n" in text
+    assert "KV blocks in use" not in text
+    for nothing in ([], None):
+        assert "decision" not in "".join(status_lines(STATUS | {"scaling_decisions": nothing}, "http://x"))
+
+
 def test_a_failure_is_one_line_whatever_it_is_about() -> None:
     failure = {"created": 0, "event": "failed to read", "name": "sql", "detail": "no\nno recent failures\x1b[2J"}
     assert status_lines(STATUS | {"failures": [failure]}, "http://x")[-1].endswith(

@@ -12,14 +12,16 @@ from typing import Any
 
 import tokenizers
 
-from app.config import AppConfig, PriceConfig
+from app.config import AppConfig, PlacementConfig, PriceConfig
 from app.deployments.ingress.accounting import PricingContext, RequestAccounting
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.placement.service import PlacementService, TrafficShareChanges
 from app.deployments.rpc.actor_proxy import actor_proxy
+from app.deployments.rpc.long_poll_client import Watch
 from app.deployments.rpc.metrics_agents import MetricsAgents
 from app.deployments.rpc.transport import Frame
 from app.deployments.tenancy.usage.prices import Prices
@@ -136,6 +138,10 @@ class FleetReplicas:
 class RecordedMetrics:
     """What was counted, in order."""
 
+def _watch_nothing(store: str) -> Watch[TrafficShareChanges]:
+    raise AssertionError(f"no replica reports the store {store}")
+
+
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
 
@@ -165,6 +171,7 @@ class Service(IngressService):
         self.nodes: list[dict[str, Any]] = []  # Ray's table of nodes
         self.observed: list[tuple[str, int]] = []
         self.counted: list[tuple[GenerationTask | None, list[Usage | None]]] = []
+        self.placement = PlacementService(PlacementConfig(), _watch_nothing, lambda: None, time.monotonic)
         limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_timeout_s": 0.2}
         parts = Parts(
             tokenizer=text or Letters(),
@@ -190,6 +197,7 @@ class Service(IngressService):
         )
         fleet.usage_recorder = (
             parts.accounting.usage_recorder
+            read_scaling=self.placement.scaling_decisions,
         )  # so that whoever asks after a request finds it in the ledger
         settings = {
             "model": {"name": name},

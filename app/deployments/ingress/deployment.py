@@ -39,6 +39,7 @@ from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tracing import open_tracer
 from app.deployments.object_storage.service import StorageService
 from app.deployments.placement.actor import placement_service
+from app.deployments.placement.messages import ScalingDecision
 from app.deployments.placement.placer import LoadTableClient, PlacementTableClient, Placer
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
@@ -88,7 +89,13 @@ class Ingress(AsgiIngress):
             tenants.view, tenants_proxy, _pricing(config), holder, time.time, open_wal(usage_folder(config), holder)
         )
         common = _Common(
-            ingress_id, context.app_name, holder, accounting, storage_service(actor), IngressMetrics(time.time)
+            ingress_id,
+            context.app_name,
+            holder,
+            accounting,
+            storage_service(actor),
+            IngressMetrics(time.time),
+            placement_service(config, context.app_name).scaling_decisions,
         )
         base_names = [each.model.name for each in configs]
         opened = [
@@ -236,6 +243,7 @@ class _Common(NamedTuple):
     accounting: RequestAccounting
     storage: StorageService
     metrics: IngressMetrics
+    read_scaling: Callable[[], Coroutine[Any, Any, Sequence[ScalingDecision]]]
 
 
 class _OpenBase(NamedTuple):
@@ -275,6 +283,7 @@ async def _open_base(
         metrics_agents=MetricsAgents(),
         clock=time.time,
         steady_clock=time.monotonic,
+        read_scaling=common.read_scaling,
         tracer=open_tracer(os.environ, time.time),
     )
     service = IngressService(config, parts, base_names)

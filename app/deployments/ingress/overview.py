@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,6 +20,7 @@ from app.deployments.ingress.dispatch.replica_connections import ReplicaConnecti
 from app.deployments.ingress.principal import Principal, visible_events
 from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.traffic_reporter import TrafficReporter
+from app.deployments.placement.messages import ScalingDecision
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
 from app.deployments.rpc.background_tasks import Tasks
@@ -27,7 +28,7 @@ from app.deployments.rpc.transport import ReplicaClient
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.tenancy.usage.traffic_history import BUCKET_S
-from app.engine.errors import ModelNotFound
+from app.engine.errors import ModelNotFound, NotReady
 from app.version import version
 
 #: Counts of replicas and tiers are at most this old.
@@ -36,6 +37,8 @@ STATS_AGE_S = BUCKET_S - 1.0
 STATS_TIMEOUT_S = 2.0
 #: The newest events of an overview.
 MAX_EVENTS = 20
+#: The newest autoscaling decisions of an overview; the status has more.
+MAX_DECISIONS = 20
 #: Adapters between two turns of the event loop.
 _TURN = 500
 _COLUMNS = ("name", "tenant", "digest", "max_rank", "rows", "size_bytes", "pinned", "host", "resident", "assigned")
@@ -53,6 +56,7 @@ class ServiceOverview:
         replicas: ReplicaClient,
         store: StoreService[SharedAdapter],
         traffic: TrafficReporter,
+        read_scaling: Callable[[], Coroutine[Any, Any, Sequence[ScalingDecision]]],
         clock: Callable[[], float],
         steady_clock: Callable[[], float],
     ) -> None:
@@ -65,6 +69,7 @@ class ServiceOverview:
         self._store = store
         self._clock, self._steady_clock = clock, steady_clock
         self._traffic = traffic
+        self._read_scaling = read_scaling
         self._num_changes: Counter[str] = Counter()
         self._reads = SharedReads(steady_clock)
         registry.follow(self._note_change)
@@ -119,10 +124,29 @@ class ServiceOverview:
         """Which replica has which adapter. `name`: only this adapter of the tenant. Raises NotFound, NotReady."""
         view, host = self._placer.view, set(await self._store.host_digests())
         replica_ids = sorted(view.replicas)
+            "scaling_decisions": await self.scaling_decisions(MAX_DECISIONS),
         indexes = {replica_id: index for index, replica_id in enumerate(replica_ids)}
         tenants: dict[str, int] = {}
         rows: list[tuple[Any, ...]] = []
         keys = self._registry.adapter_keys() if name is None else [(tenant_id, name)]
+    async def scaling_decisions(self, limit: int | None = None) -> list[dict[str, Any]] | None:
+        """The autoscaling policy's decisions for all engine deployments, newest first; None while placement is down."""
+        try:
+            decisions = await self._reads.get("scaling", self._read_scaling)
+        except NotReady:
+            return None
+        return [
+            {
+                "deployment": each.deployment,
+                "created": int(each.time_s),
+                "prev_num_replicas": each.before,
+                "target_num_replicas": each.target,
+                "reason": each.reason,
+                "needed_replicas": each.needed,
+            }
+            for each in decisions[:limit]
+        ]
+
         for number, (owner_id, each) in enumerate(keys):
             if number % _TURN == _TURN - 1:
                 await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from app.config import AppConfig, LimitsConfig
@@ -41,6 +41,7 @@ from app.deployments.ingress.tracing import RequestTracer
 from app.deployments.ingress.traffic_reporter import TrafficReporter
 from app.deployments.object_storage.models import Batch
 from app.deployments.object_storage.service import StorageService
+from app.deployments.placement.messages import ScalingDecision
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.feed.view import RegistryView
@@ -60,7 +61,7 @@ PROBES = frozenset({"health", "readyz", "livez"})
 
 class Parts(NamedTuple):
     """What the service is built from. `make_batcher` decides how streams are gathered before they are routed.
-    `ingress_id` is an id unique to this process.
+    `ingress_id` is an id unique to this process. `read_scaling` gives the autoscaling policy's decisions, newest first.
 
     `clock` gives Unix time, `steady_clock` seconds that never go back.
     """
@@ -83,6 +84,7 @@ class Parts(NamedTuple):
     steady_clock: Callable[[], float]
     tracer: RequestTracer | None = None
 
+    read_scaling: Callable[[], Coroutine[Any, Any, Sequence[ScalingDecision]]]
 
 class IngressService:
     """One per ingress process and base model, on its event loop."""
@@ -146,7 +148,7 @@ class IngressService:
         self.traffic = TrafficReporter(parts.traffic, parts.ingress_id, self._connections, parts.placer, parts.clock)
         self.overview = ServiceOverview(
             config, parts.registry, parts.placer, self._connections, parts.replicas, parts.store, self.traffic,
-            parts.clock, parts.steady_clock,
+            parts.read_scaling, parts.clock, parts.steady_clock,
         )  # fmt: skip
         self._batch_runner: BatchRunner | None = None
 
@@ -227,7 +229,7 @@ class IngressService:
         if caller.kind == "project":
             return summary
         store, tenant_id = self.adapter_admin.store, caller.tenant_id
-        num_elsewhere, replicas, tiers, events = await asyncio.gather(
+        num_elsewhere, scaling, replicas, tiers, events = await asyncio.gather(
             self.traffic.num_open_elsewhere(),
             self.replica_stats(),
             store.stats(),
@@ -262,3 +264,5 @@ def _new_project_limits(config: AppConfig, base_names: Sequence[str]) -> TenantL
         max_adapters=given.max_adapters,
         calls_per_min=given.calls_per_min,
     )
+            self.overview.scaling_decisions(),
+            "scaling_decisions": scaling,

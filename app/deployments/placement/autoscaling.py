@@ -5,17 +5,22 @@ replicas. Output is a number for Serve's autoscaler, which applies its own bound
 line and a metric. Serve's own policy counts open calls; here one call per ingress stays open whatever it carries, so
 that count means nothing.
 
-Serve's controller is sent this module's source, so it must import nothing of this package.
+Serve's controller is sent this module's source, so it must import nothing of this package. What the policy decides is
+sent to the placement actor, where ingresses read it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import ray
 from ray.serve.config import AutoscalingContext
 from ray.util.metrics import Gauge
 
@@ -29,6 +34,13 @@ _MAX_HISTORY = 4096
 _HISTORY_STEP_S = 0.5
 #: Bounds of what a replica may report, and of the answer.
 _MAX_VALUE, _MAX_REPLICAS = 1e15, 1e6
+#: Decisions that are kept, the newest, and how often they are sent again: a placement actor that restarts has none.
+MAX_DECISIONS, RESEND_S = 100, 60.0
+#: The placement actor of an application's first base model, and how long it may take to answer.
+PLACEMENT_ACTOR, NAMESPACE, SEND_TIMEOUT_S = "placement-{}.v1", "polylora", 10.0
+
+#: Time (Unix), number of replicas before, wanted number, the signal that needs the most and how many it needs.
+Decision = tuple[float, int, int, str, float]
 
 
 @dataclass(frozen=True)
@@ -153,14 +165,29 @@ class AdapterDemand:
             description="Engine replicas that the autoscaler wants, by the signal that needs the most of them.",
             tag_keys=("application", "deployment", "reason"),
         )
-        self._last: tuple[int, str] | None = None
+        self._last_reason = ""
+        self._last_change: tuple[int, int] | None = None
+        self._decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self._sender: threading.Thread | None = None
+        self._is_sent, self._sent_s = True, 0.0
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number of replicas, and the state that Serve hands back with the next call."""
+        count, state = self._decide(ctx)
+        self._send(ctx)
+        return count, state
+
+    def _decide(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        now_s = float(ctx.current_time or 0.0)
+        if self._last_change == (0, 0) and ctx.target_num_replicas > 0:
+            # Serve starts the first replica itself where requests wait, and calls no policy until it runs.
+            self._record(ctx, now_s, (0, ctx.target_num_replicas), DesiredReplicas(1.0, "waiting requests"))
         if ctx.target_num_replicas == 0:
             # No replica can report; requests that wait for one call through Serve's handle.
-            return (1 if ctx.total_num_requests > 0 else 0), {}
-        now_s = float(ctx.current_time or 0.0)
+            is_awaited = ctx.total_num_requests > 0
+            reason = "waiting requests" if is_awaited else "nothing to do"
+            self._publish(ctx, now_s, int(is_awaited), DesiredReplicas(float(is_awaited), reason))
+            return int(is_awaited), {}
         demands = latest_demands(ctx.raw_metrics or {})
         history = [
             (at_s, value)
@@ -179,20 +206,54 @@ class AdapterDemand:
             count = max(count, ctx.target_num_replicas)  # the work of replicas without a report is unknown
         if not history or now_s - history[-1][0] >= _HISTORY_STEP_S:
             history.append((now_s, desired.replicas))
-        self._publish(ctx, count, desired)
+        self._publish(ctx, now_s, count, desired)
         return count, {_HISTORY: history}
 
-    def _publish(self, ctx: AutoscalingContext, count: int, desired: DesiredReplicas) -> None:
+    def _publish(self, ctx: AutoscalingContext, now_s: float, count: int, desired: DesiredReplicas) -> None:
+        """Export the wanted number; log and keep the decision if it is another than before, within Serve's bounds."""
         tags = {"application": ctx.app_name or "", "deployment": ctx.deployment_name}
-        if self._last is not None and self._last[1] != desired.reason:
-            self._gauge.set(0, tags | {"reason": self._last[1]})
+        if self._last_reason not in ("", desired.reason):
+            self._gauge.set(0, tags | {"reason": self._last_reason})
+        self._last_reason = desired.reason
         self._gauge.set(count, tags | {"reason": desired.reason})
-        if count != ctx.target_num_replicas and (count, desired.reason) != self._last:
-            logger.info(
-                "%s: scaling %d -> %d replicas: %s need %.2f",
-                ctx.deployment_name, ctx.target_num_replicas, count, desired.reason, desired.replicas,
-            )  # fmt: skip
-        self._last = (count, desired.reason)
+        before = ctx.target_num_replicas
+        bounded = min(max(count, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas)
+        if bounded != before and (before, bounded) != self._last_change:
+            self._record(ctx, now_s, (before, bounded), desired)
+        self._last_change = (before, bounded)
+
+    def _record(self, ctx: AutoscalingContext, now_s: float, change: tuple[int, int], desired: DesiredReplicas) -> None:
+        logger.info(
+            "%s: scaling %d -> %d replicas: %s need %.2f",
+            ctx.deployment_name, *change, desired.reason, desired.replicas,
+        )  # fmt: skip
+        self._decisions.append((now_s, *change, desired.reason, desired.replicas))
+        self._is_sent, self._last_change = False, change
+
+    def _send(self, ctx: AutoscalingContext) -> None:
+        """Send the decisions if there are new ones, and at intervals. A thread does it: it waits for Ray."""
+        now_s = time.monotonic()
+        is_due = not self._is_sent or now_s - self._sent_s >= RESEND_S
+        if not self._decisions or not is_due or (self._sender is not None and self._sender.is_alive()):
+            return
+        self._is_sent, self._sent_s = True, now_s
+        arguments = (ctx.app_name or "", ctx.deployment_name, [*self._decisions])
+        self._sender = threading.Thread(target=send_decisions, args=arguments, daemon=True)
+        self._sender.start()
+
+
+def send_decisions(app_name: str, deployment: str, decisions: Sequence[Decision]) -> None:
+    """Send a deployment's decisions to placement. A failure is logged; the next call sends them again.
+
+    Blocks, for up to a minute if Ray's head node does not answer.
+    """
+    if not ray.is_initialized():  # outside of Serve's controller; Ray would start a cluster
+        return
+    try:
+        placement = ray.get_actor(PLACEMENT_ACTOR.format(app_name), namespace=NAMESPACE)
+        ray.get(placement.report_scaling.remote(deployment, decisions), timeout=SEND_TIMEOUT_S)
+    except Exception as error:  # Ray has many errors for an actor that is down
+        logger.warning("%s: autoscaling decisions did not reach placement: %s", deployment, error)
 
 
 def latest_demands(series: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Demand]:

@@ -104,3 +104,18 @@ class Residency(NamedTuple):
     replica_id: str
     num_requests: int
     last_used_s: float | None
+
+
+@message
+class ScalingDecision(NamedTuple):
+    """A change of a deployment's number of replicas that the autoscaling policy wanted, at a time (Unix).
+
+    `needed`: how many replicas the signal `reason` needs, not rounded. Serve acts after its own delays.
+    """
+
+    deployment: str
+    time_s: float
+    before: int
+    target: int
+    reason: str
+    needed: float

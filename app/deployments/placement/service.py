@@ -22,6 +22,7 @@ from app.deployments.placement.messages import (
     ReplicaLoad,
     Residency,
     Row,
+    ScalingDecision,
 )
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.placement.state import PlacementState
@@ -38,6 +39,8 @@ REBALANCE_INTERVAL_S = 1.0
 SETTLE_MARGIN_S = 0.5
 #: Shortest time between two updates of an ingress's tables of adapters and of loads.
 TABLE_FLOOR_S, LOADS_FLOOR_S = 0.1, 0.25
+#: Autoscaling decisions that are kept, the newest of all deployments.
+MAX_SCALING_DECISIONS = 100
 
 #: Changed traffic shares, by digest.
 TrafficShareChanges = Changes[str, float]
@@ -68,6 +71,7 @@ class PlacementService:
         self._tasks = Tasks()
         self._identities: dict[str, ReplicaIdentity] = {}
         self._followed: tuple[str, asyncio.Task[None]] | None = None
+        self._scaling: list[ScalingDecision] = []
 
     @remote_method
     async def report(self, delta: ReplicaDelta) -> bool:
@@ -110,6 +114,18 @@ class PlacementService:
     async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]:
         """Service of these tenants on other replicas than this one, as far as those have reported it."""
         return self._served.elsewhere(replica_id, tenant_ids)
+
+    @remote_method
+    async def report_scaling(self, deployment: str, decisions: Sequence[tuple[float, int, int, str, float]]) -> None:
+        """Add decisions of the autoscaling policy, which repeats them; each is the fields of a `ScalingDecision` after
+        the first."""
+        both = {*self._scaling, *(ScalingDecision(deployment, *each) for each in decisions)}
+        self._scaling = sorted(both, key=lambda decision: decision.time_s)[-MAX_SCALING_DECISIONS:]
+
+    @remote_method
+    async def scaling_decisions(self) -> list[ScalingDecision]:
+        """The decisions of the autoscaling policy for all deployments of the application, newest first."""
+        return self._scaling[::-1]
 
     @remote_method
     async def watch(

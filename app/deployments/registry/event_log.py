@@ -83,7 +83,7 @@ def record_audit(
 
 
 class EventLog:
-    """Reads both logs, newest first; `before` is the id of the last record of the previous page.
+    """Pages of both logs, newest first; `before` is the id of the last record of the previous page.
 
     Raises InvalidRequest if the tenant has no record `before`. Ids are random: numbers would tell a tenant how much
     happens to others.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from app.config import AppConfig
 from app.deployments.placement import autoscaling
+from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.autoscaling import (
+    RESEND_S,
     AdapterDemand,
     Demand,
     Objective,
@@ -23,6 +27,7 @@ from app.deployments.placement.autoscaling import (
     forecast,
     latest_demands,
 )
+from app.deployments.rpc.named_actor import NAMESPACE
 
 IDLE = Demand(work_tokens=0, tokens_per_s=500, adapter_rows=0, num_rank_rows=1024, kv_used=0)
 
@@ -114,6 +119,7 @@ def context(
     state: dict[str, Any],
     num_requests: float = 0,
     num_silent: int = 0,
+    bounds: tuple[int, int] = (0, 1 << 40),
     **series: Any,
 ) -> Any:
     """What Serve knows of those that speak in `series`, and of so many more that run."""
@@ -126,6 +132,8 @@ def context(
         deployment_name="EngineReplica",
         current_num_replicas=len({replica for values in raw.values() for replica in values}) + num_silent,
         target_num_replicas=num_replicas,
+        capacity_adjusted_min_replicas=bounds[0],
+        capacity_adjusted_max_replicas=bounds[1],
         total_num_requests=num_requests,
         raw_metrics=raw,
         policy_state=state,
@@ -240,6 +248,96 @@ def test_serve_takes_the_policy_by_its_name_and_refuses_other_options() -> None:
         made(patience=1)
 
 
+class Placement:
+    """The placement actor as Ray gives it to the policy's thread; an exception instead of it if it is missing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[tuple[str, list[autoscaling.Decision]]] = []
+        self.asked: list[tuple[str, str]] = []
+        self.missing: Exception | None = None
+        self.answers = threading.Event()
+        self.answers.set()
+        self.report_scaling = SimpleNamespace(remote=lambda *call: self.sent.append(call))
+        monkeypatch.setattr(autoscaling.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(autoscaling.ray, "get_actor", self.find)
+        monkeypatch.setattr(autoscaling.ray, "get", lambda _, timeout: timeout)
+
+    def find(self, name: str, namespace: str) -> Placement:
+        self.asked.append((name, namespace))
+        assert self.answers.wait(60)
+        if self.missing is not None:
+            raise self.missing
+        return self
+
+
+def sent(policy: AdapterDemand) -> None:
+    """Wait until the policy's thread has ended."""
+    assert policy._sender is not None
+    policy._sender.join(60)
+
+
+MUCH = series_of({"a": busy(work_tokens=2900)})
+
+
+def test_decisions_reach_the_placement_actor_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement, policy = Placement(monkeypatch), AdapterDemand(target_drain_s=2.0, forecast_s=0)
+    policy(context(0, 100.0, {}, num_requests=1))
+    sent(policy)
+    policy(context(1, 101.0, {}, **MUCH))
+    sent(policy)
+    woken, scaled = (100.0, 0, 1, "waiting requests", 1.0), (101.0, 1, 3, "pending tokens", pytest.approx(2.9))
+    assert placement.sent == [("EngineReplica", [woken]), ("EngineReplica", [woken, scaled])]
+    actor = placement_actor(AppConfig.model_validate({"model": {"name": "base"}}), "polylora")
+    assert {*placement.asked} == {(actor._name, NAMESPACE)}
+
+
+def test_a_decision_is_noted_once_and_within_serves_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    Placement(monkeypatch)
+    policy = AdapterDemand(target_drain_s=2.0, forecast_s=0, scale_down_window_s=0)
+    for now_s, target in ((1.0, 1), (1.1, 1), (1.2, 1), (2.0, 2), (3.0, 2)):  # Serve acts after its delay
+        count, _ = policy(context(target, now_s, {}, bounds=(1, 2), **MUCH))
+        assert count == 3, "Serve applies its bounds itself"
+    idle = series_of({"a": IDLE, "b": IDLE})
+    for now_s, target in ((10.0, 2), (11.0, 2), (12.0, 1), (13.0, 1)):
+        policy(context(target, now_s, {}, bounds=(1, 2), **idle))
+    assert [each[:4] for each in policy._decisions] == [(1.0, 1, 2, "pending tokens"), (10.0, 2, 1, "nothing to do")]
+
+
+def test_a_replica_that_serve_starts_for_waiting_requests_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without replicas Serve decides by itself, and asks the policy again once one runs."""
+    Placement(monkeypatch)
+    policy, idle = AdapterDemand(), series_of({"a": IDLE})
+    policy(context(0, 1.0, {}))
+    for now_s, series in ((9.0, {}), (10.0, {}), (11.0, idle)):
+        policy(context(1, now_s, {}, bounds=(1, 4), **series))
+    assert list(policy._decisions) == [(9.0, 0, 1, "waiting requests", 1.0)]
+
+
+def test_a_missing_or_hanging_placement_actor_holds_up_and_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement, policy = Placement(monkeypatch), AdapterDemand(target_drain_s=2.0, forecast_s=0)
+    placement.answers.clear()
+    placement.missing = ValueError("no such actor")
+    with caplog.at_level("WARNING", "ray.serve"):
+        for second in range(5):
+            assert policy(context(1 + second % 2, float(second), {}, **MUCH))[0] == 3
+        assert len(placement.asked) == 1, "one thread, however long it waits"
+        placement.answers.set()
+        sent(policy)
+    assert "did not reach placement: no such actor" in caplog.text
+    placement.missing = None
+    policy(context(3, 5.0, {}, **MUCH))
+    sent(policy)
+    assert len(placement.sent[-1][1]) == 5, "those that were decided meanwhile, and what was lost"
+    policy(context(3, 6.0, {}, **MUCH))
+    assert len(placement.sent) == 1, "nothing is new"
+    policy._sent_s -= RESEND_S
+    policy(context(3, 7.0, {}, **MUCH))
+    sent(policy)
+    assert len(placement.sent) == 2, "an actor that has restarted since has none"
+
+
 def test_the_policy_runs_where_the_package_is_not_installed() -> None:
     """Serve's controller may run on a machine without this package: it is sent the module's source."""
     policy = AutoscalingPolicy(policy_function=f"{autoscaling.__name__}:AdapterDemand")
@@ -247,7 +345,8 @@ def test_the_policy_runs_where_the_package_is_not_installed() -> None:
         "import sys; sys.modules['app'] = None\n"
         "from ray import cloudpickle; from types import SimpleNamespace as N\n"
         f"policy = cloudpickle.loads({policy.get_serialized_policy_def()!r})()\n"
-        "print(policy(N(app_name='a', deployment_name='d', target_num_replicas=0, total_num_requests=2.0))[0])"
+        "print(policy(N(app_name='a', deployment_name='d', target_num_replicas=0, total_num_requests=2.0,"
+        " capacity_adjusted_min_replicas=0, capacity_adjusted_max_replicas=1, current_time=1.0))[0])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert answer.stdout.strip() == "1", answer.stderr

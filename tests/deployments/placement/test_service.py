@@ -11,9 +11,21 @@ import pytest
 
 from app.config import PlacementConfig
 from app.deployments.placement.delta_reporter import DeltaReporter
-from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaLoad, ReplicaReport
+from app.deployments.placement.messages import (
+    DrainingReplica,
+    ReplicaDelta,
+    ReplicaIdentity,
+    ReplicaLoad,
+    ReplicaReport,
+)
 from app.deployments.placement.placer import LoadTableClient, PlacementTableClient
-from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, TrafficShareChanges
+from app.deployments.placement.service import (
+    LOADS_FLOOR_S,
+    MAX_SCALING_DECISIONS,
+    TABLE_FLOOR_S,
+    PlacementService,
+    TrafficShareChanges,
+)
 from app.deployments.rpc.long_poll_client import Watch
 from app.deployments.rpc.long_poll_host import LongPollTable, Version
 from app.engine.errors import NotReady
@@ -277,4 +289,39 @@ async def test_a_replica_is_told_what_tenants_were_served_on_those_that_are_on_t
     assert await life.service.served_elsewhere("r0", ["a", "b"]) == {"a": 9.0, "b": 0.0}
     await life.report("r1", is_draining=True)
     assert await life.service.served_elsewhere("r0", ["a"]) == {"a": 0.0}
+    await life.service.close()
+
+
+@virtually
+async def test_decisions_of_the_autoscaler_are_kept_once_and_the_newest_of_all_deployments() -> None:
+    life = Life()
+    up, down = (1.0, 1, 3, "pending tokens", 2.9), (3.0, 3, 1, "nothing to do", 0.0)
+    await life.service.report_scaling("EngineReplica", [up])
+    await life.service.report_scaling("EngineReplica-2", [(2.0, 0, 1, "waiting requests", 1.0)])
+    await life.service.report_scaling("EngineReplica", [up, down])  # the policy repeats itself
+    found = await life.service.scaling_decisions()
+    assert [(each.deployment, each.before, each.target) for each in found] == [
+        ("EngineReplica", 3, 1), ("EngineReplica-2", 0, 1), ("EngineReplica", 1, 3),
+    ]  # fmt: skip
+    assert pickle.loads(pickle.dumps(found)) == found
+    await life.service.report_scaling(
+        "EngineReplica", [(float(at), 1, 2, "KV blocks in use", 1.5) for at in range(9, 309)]
+    )
+    found = await life.service.scaling_decisions()
+    assert [each.time_s for each in found] == [float(at) for at in range(308, 308 - MAX_SCALING_DECISIONS, -1)]
+
+
+@virtually
+async def test_an_ingress_knows_the_replicas_that_drain() -> None:
+    life = Life()
+    await life.report("r0")
+    await life.report("r1", load=3)
+    await life.report("r1", load=3, is_draining=True)
+    copy = await life.watched()
+    assert set(copy.view.replicas) == {"r0"}
+    assert copy.view.draining == {"r1": DrainingReplica(now_s(), 3)}
+    for _ in range(4):
+        await asyncio.sleep(5.0)
+        await life.report("r0")
+        assert len(life.service._state.view.draining) == (now_s() <= 10.0), "gone once it is silent"
     await life.service.close()

@@ -100,12 +100,17 @@ def test_replicas_follow_the_work(tmp_path: Path) -> None:
         _wait_until(lambda: _num_engines(process) == 0 and _probe(process) == "asleep", 600, process)
         answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=300)
         one.answers.append(answer.json()["choices"][0]["text"])
+        decisions = httpx.get(f"{process.url}/v1/status", timeout=60).json()["scaling_decisions"]
     finally:
         crowd.stop()
         one.stop()
         process.stop()
     assert crowd.errors + one.errors == []
     assert len(set(crowd.answers + one.answers)) == 1
+    reasons = {(each["prev_num_replicas"], each["target_num_replicas"]): each["reason"] for each in decisions}
+    assert reasons.keys() >= {(0, 1), (1, 2), (1, 0)}, "Serve's controller sent them"
+    assert reasons[0, 1] == "waiting requests"
+    assert all(each["deployment"] == "EngineReplica" and each["needed_replicas"] >= 0 for each in decisions)
 
 
 def _probe(process: ServiceProcess) -> str:

@@ -69,6 +69,24 @@ class Samples(ResponseModel):
     replicas: Omittable[list[int | None]] = None
 
 
+class ScalingDecisionResponse(ResponseModel):
+    """A change of a deployment's number of replicas that the autoscaling policy wanted. `reason`: the signal that needs
+    the most replicas; `needed_replicas`: how many. Ray Serve acts after the delays of `autoscaling_config`."""
+
+    deployment: str
+    created: Seconds
+    prev_num_replicas: int
+    target_num_replicas: int
+    reason: str
+    needed_replicas: float
+
+
+class DrainedReplica(ResponseModel):
+    id: str
+    object: Literal["replica"]
+    state: Literal["draining"]
+
+
 class OverviewReplica(ResponseModel):
     """A replica as placement and this ingress know it. `stats`: its own counts; null if it did not answer."""
 
@@ -82,7 +100,8 @@ class OverviewReplica(ResponseModel):
 
 
 class Overview(ResponseModel):
-    """A project gets the fields that are required. `changes` counts changes of the caller's adapters and aliases."""
+    """A project gets the fields that are required. `changes` counts changes of the caller's adapters and aliases.
+    `scaling_decisions`: newest first; null while placement is down."""
 
     object: Literal["overview"]
     time: Seconds
@@ -98,6 +117,7 @@ class Overview(ResponseModel):
     num_open_requests: Omittable[int] = None
     replicas: Omittable[list[OverviewReplica]] = None
     tiers: Omittable[dict[str, Any]] = None
+    scaling_decisions: list[ScalingDecisionResponse] | None = None
     policy: Omittable[str] = None
 
 
@@ -148,7 +168,8 @@ class SettingResponse(ResponseModel):
 
 
 class ServiceStatus(ResponseModel):
-    """A project gets only the required fields. `replicas`: statistics of replicas; `tiers`: of the store."""
+    """A project gets only the required fields. `replicas`: statistics of replicas; `tiers`: of the store;
+    `scaling_decisions`: newest first, null while placement is down."""
 
     object: Literal["status"]
     version: str
@@ -158,4 +179,5 @@ class ServiceStatus(ResponseModel):
     num_open_requests: Omittable[int] = None
     replicas: Omittable[list[dict[str, Any]]] = None
     tiers: Omittable[dict[str, Any]] = None
+    scaling_decisions: list[ScalingDecisionResponse] | None = None
     failures: Omittable[list[EventResponse]] = None

@@ -11,6 +11,7 @@ import asyncio
 import random
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -56,6 +57,13 @@ async def fake_service(folder: Path, num_replicas: int = 3, num_adapters: int = 
         more = [Registration(f"tenant-{n:05}", f"many/{n:05}", 1.0, None) for n in range(num_adapters)]
         await managed.client.register(more, tenant_id=DEFAULT_TENANT, who="ada")
     service = Service(fleet, managed)
+    now_s = time.time()
+    decisions = [
+        (now_s - 1500, 1, 2, "pending tokens", 1.62),
+        (now_s - 900, 2, 3, "rank rows in demand", 2.4),
+        (now_s + 5, 3, 4, "rank rows in demand", 3.1),
+    ]
+    await service.placement.report_scaling("EngineReplica", decisions)
     reporting = asyncio.create_task(service.traffic.keep_reporting())
     try:
         yield service
