@@ -1,4 +1,4 @@
-"""Short commands for a running service: `ls`, `load`, `unload`, `alias`, `chat` and `logs`.
+"""Short commands for a running service: `ls`, `load`, `unload`, `alias`, `drain`, `chat` and `logs`.
 
 Each prints text, or with --json the service's answers. A name may have a slash, and where a request may name a version,
 a version (docs/reference/names.md).
@@ -52,6 +52,10 @@ def add_client_commands(commands: Any) -> None:
     change.add_argument("--promote", metavar="ADAPTER", help="send all requests to this one of its adapters")
     change.add_argument("--rollback", nargs="?", type=int, const=0, metavar="VERSION", help="default: the last change")
     change.add_argument("--remove", action="store_true")
+
+    drain = _add(commands, "drain", "have an engine replica end its requests and be replaced", _drain)
+    drain.add_argument("replica_id", metavar="REPLICA", help="its id; polylora status lists them")
+    drain.add_argument("--force", action="store_true", help="also the only one: requests wait for its successor")
 
     chat = _add(commands, "chat", "ask a model; without a prompt read questions from the terminal until its end", _chat)
     chat.add_argument("model", help="the base, an adapter or an alias")
@@ -148,6 +152,12 @@ def _target(text: str) -> tuple[str, float]:
         return name, float(weight) if equals else 1.0
     except ValueError:
         raise ConfigError(f"{text[:80]!r} is not an adapter, or an adapter, = and a number") from None
+
+
+def _drain(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]:
+    force = "?force=true" if arguments.force else ""
+    body = service.call("POST", f"/v1/replicas/{quote(arguments.replica_id, safe='')}/drain{force}")
+    yield Answer(body, [f"{body['id']}: {body['state']}"])
 
 
 def _chat(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer]:

@@ -42,6 +42,7 @@ class Api:
             "POST /v1/loras": LORA,
             f"POST /v1/loras/{NAME}/load": LORA,
             f"DELETE /v1/loras/{NAME}": LORA | {"state": "REMOVED"},
+            "POST /v1/replicas/ab12/drain": {"id": "ab12", "object": "replica", "state": "draining"},
             "GET /v1/events": page | {"data": EVENTS},
         } | {f"{verb} /v1/aliases/prod{end}": ALIAS for verb, end in
              (("GET", ""), ("PUT", ""), ("DELETE", ""), ("POST", "/promote"), ("POST", "/rollback"))}  # fmt: skip
@@ -114,6 +115,8 @@ def run(api: Api, capsys: pytest.CaptureFixture[str]) -> Run:
         (["alias", "prod", "--rollback"], ("POST", "/v1/aliases/prod/rollback", {}), []),
         (["alias", "prod", "--rollback", "2"], ("POST", "/v1/aliases/prod/rollback", {"version": 2}), []),
         (["alias", "prod", "--remove"], ("DELETE", "/v1/aliases/prod", None), ["removed"]),
+        (["drain", "ab12"], ("POST", "/v1/replicas/ab12/drain", None), ["ab12: draining"]),
+        (["drain", "ab12", "--force"], ("POST", "/v1/replicas/ab12/drain?force=true", None), []),
         (["logs", NAME], ("GET", "/v1/events?limit=50&name=some-org%2Flegal", None), ["event 1", "event 2"]),
     ],
 )  # fmt: skip

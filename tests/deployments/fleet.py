@@ -150,6 +150,7 @@ class Fleet:
             str, int
         ] = {}  # what replicas say that their KV memory holds, before they are on the table
         self.off_table: set[str] = set()  # replicas that placement has dropped
+        self.drained: set[str] = set()  # those that an operator drains
         self.unreached_ids: set[str] = set()  # those that an ingress could not reach at any time
         self.policy: PlacementPolicy = make_policy(PlacementConfig())
         self.books = PlacementState(self.policy, heartbeat_timeout_s=10, report_interval_s=1)
@@ -199,12 +200,12 @@ class Fleet:
         """As if every replica that placement knows had just reported, and every ingress heard it."""
         for replica in self.replicas.values():
             if replica.replica_id not in self.off_table and not replica.dead.is_set():
-                failed = replica.thread.failure is not None
+                is_draining = replica.thread.failure is not None or replica.replica_id in self.drained
                 report = replace(
                     replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
                     cached_prefixes=replica.thread.stats().cached_prefixes,
                 )  # fmt: skip
-                assert self.books.report(replica.reporter.next_delta(report, is_draining=failed), 0.0)
+                assert self.books.report(replica.reporter.next_delta(report, is_draining=is_draining), 0.0)
         return self.books.view
 
     def assigned_replicas(self, digest: str) -> Row:
@@ -213,8 +214,7 @@ class Fleet:
     def drop(self, replica_id: str) -> None:
         """Placement takes a replica off the table."""
         self.off_table.add(replica_id)
-        reporter = self.replicas[replica_id].reporter
-        self.books.report(reporter.next_delta(ReplicaReport(replica_id), is_draining=True), 0.0)
+        self.books._remove_replica(replica_id)
 
     async def assign(self, digests: Sequence[str]) -> None:
         assert self.view.replicas is not None
@@ -269,6 +269,12 @@ class Fleet:
         replica = self._reach(replica_id)
         replica.service.abort(request_ids)
         replica.aborted += request_ids
+
+    async def drain(self, replica_id: str) -> bool:
+        self._reach(replica_id, is_new=True)
+        is_new = replica_id not in self.drained
+        self.drained.add(replica_id)
+        return is_new
 
     def _reach(self, replica_id: str, *, is_new: bool = False) -> FakeReplica:
         """As the router of the real one: while a replica drains only what ends work reaches it."""

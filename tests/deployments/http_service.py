@@ -131,16 +131,19 @@ class FleetReplicas:
     async def unload_adapter(self, replica_id: str, digest: str) -> int:
         return await self._managed.unload_adapter(replica_id, digest)
 
+    async def drain(self, replica_id: str) -> bool:
+        return await self._fleet.drain(replica_id)
+
     async def stats(self, replica_id: str) -> dict[str, Any]:
         return {"replica_id": replica_id, "num_running": self._fleet.replicas[replica_id].report().num_running}
 
 
-class RecordedMetrics:
-    """What was counted, in order."""
-
 def _watch_nothing(store: str) -> Watch[TrafficShareChanges]:
     raise AssertionError(f"no replica reports the store {store}")
 
+
+class RecordedMetrics:
+    """What was counted, in order."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -168,10 +171,10 @@ class Service(IngressService):
         self.fleet = fleet
         self.managed = managed
         self.metrics = RecordedMetrics()
+        self.placement = PlacementService(PlacementConfig(), _watch_nothing, lambda: None, time.monotonic)
         self.nodes: list[dict[str, Any]] = []  # Ray's table of nodes
         self.observed: list[tuple[str, int]] = []
         self.counted: list[tuple[GenerationTask | None, list[Usage | None]]] = []
-        self.placement = PlacementService(PlacementConfig(), _watch_nothing, lambda: None, time.monotonic)
         limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_timeout_s": 0.2}
         parts = Parts(
             tokenizer=text or Letters(),
@@ -194,10 +197,10 @@ class Service(IngressService):
             metrics_agents=MetricsAgents(lambda: self.nodes),
             clock=time.time,
             steady_clock=asyncio.get_running_loop().time,
+            read_scaling=self.placement.scaling_decisions,
         )
         fleet.usage_recorder = (
             parts.accounting.usage_recorder
-            read_scaling=self.placement.scaling_decisions,
         )  # so that whoever asks after a request finds it in the ledger
         settings = {
             "model": {"name": name},

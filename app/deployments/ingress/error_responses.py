@@ -70,6 +70,14 @@ class WrongKeyKind(errors.PolyloraError):
     """An inference key where an admin key is needed, or the reverse."""
 
 
+class ReplicaDraining(errors.PolyloraError):
+    """The replica drains already."""
+
+
+class LastReplica(errors.PolyloraError):
+    """No other replica could take the requests of the one that is to be drained."""
+
+
 class ClientGone(errors.PolyloraError):
     """The client disconnected."""
 
@@ -101,6 +109,8 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.ServerOverloaded: HttpError(503, "server_error", "overloaded"),
     ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
     errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
+    ReplicaDraining: HttpError(409, "invalid_request_error", "replica_draining"),
+    LastReplica: HttpError(409, "invalid_request_error", "last_replica"),
     errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
     errors.AdapterUnloaded: HttpError(409, "invalid_request_error", "adapter_unloaded"),
     errors.AdapterUntrusted: HttpError(403, "invalid_request_error", "untrusted_adapter"),
@@ -116,6 +126,8 @@ TABLE: dict[type[Exception], HttpError] = {
 #: OpenAI's clients retry after 409 and 5xx unless `X-Should-Retry` is false. Retrying these is useless, or harmful
 #: where the request makes engines fail.
 FINAL = (
+    ReplicaDraining,
+    LastReplica,
     errors.EngineFailure,
     errors.DeadlineExceeded,
     errors.AdapterBusy,

@@ -111,24 +111,24 @@ class ServiceOverview:
                     "stats": stats.get(replica_id),
                 }
                 for replica_id in sorted(view.replicas)
+            ]
+            + [
+                {
+                    "id": replica_id,
+                    "started": int(replica.started_s),
+                    "num_requests": replica.num_requests,
+                    "num_rank_rows": 0,
+                    "num_assigned": 0,
+                    "state": "draining",
+                    "stats": None,
+                }
+                for replica_id, replica in sorted(view.draining.items())
             ],
+            "scaling_decisions": await self.scaling_decisions(MAX_DECISIONS),
             "tiers": tiers,
             "policy": self._policy,
         }
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Every setting of the service by its dotted name. Settings have no secrets."""
-        return [*_settings(self._config, "")]
-
-    async def residency(self, name: str | None, tenant_id: str) -> dict[str, Any]:
-        """Which replica has which adapter. `name`: only this adapter of the tenant. Raises NotFound, NotReady."""
-        view, host = self._placer.view, set(await self._store.host_digests())
-        replica_ids = sorted(view.replicas)
-            "scaling_decisions": await self.scaling_decisions(MAX_DECISIONS),
-        indexes = {replica_id: index for index, replica_id in enumerate(replica_ids)}
-        tenants: dict[str, int] = {}
-        rows: list[tuple[Any, ...]] = []
-        keys = self._registry.adapter_keys() if name is None else [(tenant_id, name)]
     async def scaling_decisions(self, limit: int | None = None) -> list[dict[str, Any]] | None:
         """The autoscaling policy's decisions for all engine deployments, newest first; None while placement is down."""
         try:
@@ -147,6 +147,18 @@ class ServiceOverview:
             for each in decisions[:limit]
         ]
 
+    def settings(self) -> list[dict[str, Any]]:
+        """Every setting of the service by its dotted name. Settings have no secrets."""
+        return [*_settings(self._config, "")]
+
+    async def residency(self, name: str | None, tenant_id: str) -> dict[str, Any]:
+        """Which replica has which adapter. `name`: only this adapter of the tenant. Raises NotFound, NotReady."""
+        view, host = self._placer.view, set(await self._store.host_digests())
+        replica_ids = sorted(view.replicas)
+        indexes = {replica_id: index for index, replica_id in enumerate(replica_ids)}
+        tenants: dict[str, int] = {}
+        rows: list[tuple[Any, ...]] = []
+        keys = self._registry.adapter_keys() if name is None else [(tenant_id, name)]
         for number, (owner_id, each) in enumerate(keys):
             if number % _TURN == _TURN - 1:
                 await asyncio.sleep(0)

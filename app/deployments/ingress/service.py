@@ -24,7 +24,7 @@ from app.deployments.ingress.dispatch.replica_connections import ReplicaConnecti
 from app.deployments.ingress.dispatch.replica_load import ReplicaLoadTracker
 from app.deployments.ingress.dispatch.request_router import PrefixHasher, RequestRouter
 from app.deployments.ingress.embeddings import Embedder
-from app.deployments.ingress.error_responses import TABLE, ClientGone
+from app.deployments.ingress.error_responses import TABLE, ClientGone, LastReplica, ReplicaDraining
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.overview import ServiceOverview, without_adapter_names
 from app.deployments.ingress.preprocess.adapter_directory import AdapterDirectory
@@ -45,12 +45,14 @@ from app.deployments.placement.messages import ScalingDecision
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.feed.view import RegistryView
+from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.rpc.metrics_agents import MetricsAgents
-from app.deployments.rpc.transport import ReplicaClient
+from app.deployments.rpc.transport import ReplicaClient, ReplicaGone, ReplicaUnreachable
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.deployments.tenancy.models import RateLimit, TenantLimits
 from app.deployments.tenancy.usage.traffic_history import TrafficHistory
+from app.engine.errors import NotFound, NotReady
 from app.version import version
 
 #: `status` looks for failures among the newest `MAX_EVENTS` events and lists `MAX_FAILURES`.
@@ -82,9 +84,9 @@ class Parts(NamedTuple):
     metrics_agents: MetricsAgents
     clock: Callable[[], float]
     steady_clock: Callable[[], float]
+    read_scaling: Callable[[], Coroutine[Any, Any, Sequence[ScalingDecision]]]
     tracer: RequestTracer | None = None
 
-    read_scaling: Callable[[], Coroutine[Any, Any, Sequence[ScalingDecision]]]
 
 class IngressService:
     """One per ingress process and base model, on its event loop."""
@@ -220,6 +222,37 @@ class IngressService:
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
+    def has_replica(self, replica_id: str) -> bool:
+        """Whether this base model has such a replica, running or draining."""
+        return replica_id in self._placer.view.replicas or replica_id in self._placer.view.draining
+
+    async def drain_replica(self, replica_id: str, who: str, *, force: bool) -> None:
+        """Have a replica end its requests, take no new ones and be replaced. `force`: also if no other could take them.
+
+        Raises NotFound, ReplicaDraining, LastReplica, and NotReady if the replica or the audit log cannot be reached.
+        """
+        if not self.has_replica(replica_id):
+            raise NotFound(f"there is no engine replica {replica_id[:80]!r}; GET /v1/overview lists them")
+        draining = ReplicaDraining(
+            f"replica {replica_id} drains already; Ray Serve stops it when its requests have ended"
+        )
+        if replica_id in self._placer.view.draining:
+            raise draining
+        if not force and not self._connections.usable.keys() - {replica_id}:
+            raise LastReplica(
+                f"replica {replica_id} is the only one that takes requests: they would wait, and be refused after "
+                "limits.replica_timeout_s, until another has started; use force=true to drain it nevertheless"
+            )
+        await self.adapter_admin.store.record_audit(who, "drain replica", replica_id, tenant_id=DEFAULT_TENANT)
+        try:
+            is_new = await self._replicas.drain(replica_id)
+        except (ReplicaGone, ReplicaUnreachable) as error:
+            raise NotReady(
+                f"replica {replica_id} cannot be reached ({error}); placement removes it if it stays so"
+            ) from error
+        if not is_new:
+            raise draining
+
     async def status(self, caller: Principal) -> dict[str, Any]:
         """State of the service for operators: replicas, store tiers, recent failures. Raises NotReady.
 
@@ -231,6 +264,7 @@ class IngressService:
         store, tenant_id = self.adapter_admin.store, caller.tenant_id
         num_elsewhere, scaling, replicas, tiers, events = await asyncio.gather(
             self.traffic.num_open_elsewhere(),
+            self.overview.scaling_decisions(),
             self.replica_stats(),
             store.stats(),
             store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id),
@@ -239,6 +273,7 @@ class IngressService:
             "num_adapters": self.registry.num_adapters,
             "num_open_requests": self._connections.num_streams + num_elsewhere,
             "replicas": [without_adapter_names(replica) for replica in replicas],
+            "scaling_decisions": scaling,
             "tiers": tiers,
             "failures": [record_body(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
         }
@@ -264,5 +299,3 @@ def _new_project_limits(config: AppConfig, base_names: Sequence[str]) -> TenantL
         max_adapters=given.max_adapters,
         calls_per_min=given.calls_per_min,
     )
-            self.overview.scaling_decisions(),
-            "scaling_decisions": scaling,

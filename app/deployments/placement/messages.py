@@ -80,10 +80,19 @@ class ReplicaDelta:
 #: ("replica", id) -> (start time (Unix), rank rows, KV tokens), of each live replica
 #: ("assigned", digest) -> the replicas that serve the adapter, the oldest first
 #: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device
+#: ("draining", id) -> the fields of a `DrainingReplica`
 #: ("prefixes", id) -> hexadecimal hashes of the prompt prefixes that the replica has cached
 #: Numbers are strings.
 Key = tuple[str, ...]
 Row = tuple[str, ...]
+
+
+class DrainingReplica(NamedTuple):
+    """A replica that takes no new requests. `started_s`: Unix time, 0 if unknown; `num_requests`: those that it has."""
+
+    started_s: float
+    num_requests: int
+
 
 #: Requests that a replica has, running and waiting, and when it reported them, by placement's clock.
 ReplicaLoad = tuple[int, float]

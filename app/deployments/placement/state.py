@@ -3,8 +3,8 @@
 It ingests replicas' deltas (load, resident adapters) and ingresses' votes on unreachable replicas, and produces changes
 of the table that every ingress copies. An adapter's assignment changes only when its replica is gone or when scaling it
 out pays: adding a replica moves nothing, losing one moves its own adapters only. Where a new adapter goes is the
-policy's decision (`policies/`). A replica leaves the table when it drains, when it stops reporting, or when most
-ingresses, and at least two, cannot reach it.
+policy's decision (`policies/`). A replica gets no more requests when it drains, when it stops reporting, or when most
+ingresses, and at least two, cannot reach it. While it drains, the table has it as draining.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from app.deployments.placement.messages import Key, ReplicaDelta, Residency, Row
+from app.deployments.placement.messages import DrainingReplica, Key, ReplicaDelta, Residency, Row
 from app.deployments.placement.policy import BatchPlacementPolicy, PlacementPolicy
 from app.deployments.placement.reachability import ReachabilityVotes
 from app.deployments.placement.view import PlacementView, UsableFleet
@@ -77,6 +77,7 @@ class PlacementState:
         self._changed_s: dict[str, float] = {}  # adapters whose assigned dwell, and since when
         self._overloaded_s: dict[str, float] = {}  # overloaded replicas, and since when
         self._excluded_s: dict[str, float] = {}  # replicas removed as unreachable, and when
+        self._draining_s: dict[str, float] = {}  # draining replicas, and their last report
         self._reachability = ReachabilityVotes()
         self._traffic_shares: dict[str, float] = {}
         self._min_replicas_per_adapter = 1
@@ -113,7 +114,7 @@ class PlacementState:
         if now_s - self._excluded_s.get(replica_id, -math.inf) <= self._heartbeat_timeout_s:
             return True
         if delta.is_draining:
-            self._remove_replica(replica_id)
+            self._drain(replica_id, delta.load, now_s)
             return True
         replica = self._replicas.get(replica_id)
         if replica is not None and delta.number <= replica.number:
@@ -140,6 +141,10 @@ class PlacementState:
         self._excluded_s = {
             each: at_s for each, at_s in self._excluded_s.items() if now_s - at_s <= self._heartbeat_timeout_s
         }
+        for replica_id, seen_s in list(self._draining_s.items()):
+            if now_s - seen_s > self._heartbeat_timeout_s:
+                del self._draining_s[replica_id]
+                self._change(("draining", replica_id), None)
         for replica_id, replica in list(self._replicas.items()):
             silent_s, is_doubted = now_s - replica.seen_s, self._reachability.num_votes(replica_id, now_s) > 0
             if silent_s > self._heartbeat_timeout_s or (is_doubted and silent_s > self._missed_s):
@@ -337,6 +342,15 @@ class PlacementState:
                         "adapter %s is no longer assigned to %s: its %d replicas had %.1f requests lately",
                         digest[:12], ", ".join(assigned[num_remaining:]), len(assigned), self._peaks[digest],
                     )  # fmt: skip
+
+    def _drain(self, replica_id: str, num_requests: int, now_s: float) -> None:
+        """Remove a replica that takes no new requests; the table has it as draining until its reports end."""
+        before = self._replicas.get(replica_id) or self.view.draining.get(replica_id)
+        self._remove_replica(replica_id)
+        self._draining_s[replica_id] = now_s
+        now = DrainingReplica(0.0 if before is None else before.started_s, num_requests)
+        if self.view.draining.get(replica_id) != now:
+            self._change(("draining", replica_id), (repr(now.started_s), str(now.num_requests)))
 
     def _remove_replica(self, replica_id: str) -> None:
         """Remove a replica and its assignments; adapters without another replica have none assigned."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.deployments.placement.messages import Key, Row
+from app.deployments.placement.messages import DrainingReplica, Key, Row
 from app.deployments.rpc.long_poll_client import TableSync
 from app.deployments.rpc.long_poll_host import Changes
 
@@ -25,7 +25,7 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class PlacementView:
-    """A `PlacementFleet` without loads. One event loop."""
+    """A `PlacementFleet` without loads. One event loop. `draining`: replicas that take no new requests, by id."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, Row] = {}
@@ -41,6 +41,7 @@ class PlacementView:
         self._rendezvous: Rendezvous | None = None
         self._sync: TableSync[Key, Row] = TableSync()
         self.num_replica_changes = 0
+        self.draining: dict[str, DrainingReplica] = {}
         self._num_kv_tokens: int | None = None  # None: to be computed from the replicas' rows
 
     @property
@@ -142,6 +143,8 @@ class PlacementView:
                 self._set_resident(key[1], key[2], row)
             elif key[0] == "replica":
                 self._set_replica(key[1], row)
+            elif key[0] == "draining":
+                self._set_draining(key[1], row)
             elif key[0] == "prefixes":
                 self._set_prefixes(key[1], row or ())
 
@@ -184,6 +187,12 @@ class PlacementView:
         if row:
             self._prefixes[replica_id] = row
 
+    def _set_draining(self, replica_id: str, row: Row | None) -> None:
+        if row is None:
+            self.draining.pop(replica_id, None)
+        else:
+            self.draining[replica_id] = DrainingReplica(float(row[0]), int(row[1]))
+
     def _prune(self, digest: str) -> None:
         if digest not in self._assigned and digest not in self._resident:
             self._total_rows -= self._num_rows.pop(digest, 0)
@@ -203,6 +212,7 @@ class PlacementView:
     def _keys(self) -> Iterator[Key]:
         yield from (("replica", replica_id) for replica_id in self._replicas)
         yield from (("assigned", digest) for digest in self._assigned)
+        yield from (("draining", replica_id) for replica_id in self.draining)
         yield from (("prefixes", replica_id) for replica_id in self._prefixes)
         for digest, resident_on in self._resident.items():
             yield from (("resident", digest, replica_id) for replica_id in resident_on)

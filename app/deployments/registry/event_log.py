@@ -115,6 +115,11 @@ class EventLog:
             for row in self._page(audit, name, limit, before, tenant_id)
         ]
 
+    def record_audit(self, who: str, action: str, name: str, *, tenant_id: str) -> None:
+        """Record a call that changes nothing in the database."""
+        with self._database.write() as connection:
+            record_audit(connection, self._database, who, action, name, tenant_id, {})
+
     def _page(
         self,
         table: Table,

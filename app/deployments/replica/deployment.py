@@ -1,8 +1,8 @@
 """The engine as a Serve deployment: targeted calls of ingresses in, frames of chunks out.
 
 A thin shell over `EngineService`: it opens an engine and its helpers and forwards calls. A failed engine fails the
-health check, and Serve replaces the replica. Draining needs nothing special: readers end once they have no requests,
-and Serve waits for them.
+health check, and Serve replaces the replica; so does a replica that an operator drains. Draining needs nothing special:
+readers end once they have no requests, and Serve waits for them.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class EngineReplica:
         context = serve.get_replica_context()
         replica_id = self._replica_id = context.replica_id.unique_id
         start_log(config.logs, f"engine {replica_id}")
+        self._is_drained = False
         started_s = time.monotonic()
         store = store_service(store_actor(config))
         self._placement = placement_service(config, context.app_name)
@@ -98,7 +99,7 @@ class EngineReplica:
             store,
             (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
             delta_reporter=DeltaReporter(identity),
-            is_draining=is_replica_draining,
+            is_draining=self._is_draining,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
             reports_prefixes=config.placement.prefix_affinity,
@@ -163,6 +164,20 @@ class EngineReplica:
         self._check_target(target_replica_id)
         return await self._service.unload_adapter(digest)
 
+    async def drain(self, target_replica_id: str | None = None) -> bool:
+        """Take no new requests from now on; False if this replica drains already.
+
+        Placement learns it with the next report. The health check fails from now on, so Serve starts another replica
+        and stops this one as any other, once its requests have ended.
+        """
+        self._check_target(target_replica_id)
+        if self._is_draining():
+            return False
+        self._is_drained = True
+        self._service.changed.set()
+        logger.info(LogEvent("engine replica drains", replica=self._replica_id))
+        return True
+
     async def stats(self, target_replica_id: str | None = None) -> dict[str, Any]:
         """Counts, for tests and operators."""
         self._check_target(target_replica_id)
@@ -179,6 +194,8 @@ class EngineReplica:
     def check_health(self) -> None:
         if self._engine.failure is not None:
             raise self._engine.failure
+        if self._is_drained:
+            raise NotReady(f"replica {self._replica_id} drains, as an operator asked; Serve replaces it")
         self._tasks.check()
 
     async def __del__(self) -> None:
@@ -190,6 +207,9 @@ class EngineReplica:
         self._socket.close()
         await asyncio.to_thread(self._engine.stop, 10.0)
         await self._flusher.close()
+
+    def _is_draining(self) -> bool:
+        return self._is_drained or is_replica_draining()
 
     def _check_target(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:

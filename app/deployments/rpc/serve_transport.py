@@ -71,6 +71,10 @@ class ServeTransport:
         )
         return result
 
+    async def drain(self, replica_id: str) -> bool:
+        result: bool = await self._call(replica_id, self._engines.drain.remote(target_replica_id=replica_id))
+        return result
+
     async def stats(self, replica_id: str) -> dict[str, Any]:
         result: dict[str, Any] = await self._call(replica_id, self._engines.stats.remote(target_replica_id=replica_id))
         return result

@@ -74,6 +74,10 @@ class ReplicaClient(Transport, Protocol):
         """Free an adapter's rows once no sequence uses them; returns the number of freed rows."""
         ...
 
+    async def drain(self, replica_id: str) -> bool:
+        """Have a replica take no new requests and be replaced; False if it drains already."""
+        ...
+
     async def stats(self, replica_id: str) -> dict[str, Any]:
         """Counts, for tests and operators."""
         ...

@@ -333,6 +333,12 @@ class StoreService(Generic[H]):
         return await asyncio.to_thread(event_log.audit, name, limit=limit, before=before, tenant_id=tenant_id)
 
     @remote_method
+    async def record_audit(self, who: str, action: str, name: str, *, tenant_id: str) -> None:
+        """Record a management call that changes nothing in the registry."""
+        self._on_call()
+        await asyncio.to_thread(self._registry.event_log.record_audit, who, action, name, tenant_id=tenant_id)
+
+    @remote_method
     async def hot(self, limit: int) -> list[CatalogEntry]:
         """Adapters that a new replica should load before it is ready, besides the pinned ones: the hottest first."""
         self._on_call()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.deployments.placement import state as placement
 from app.deployments.placement.delta_reporter import DeltaReporter
-from app.deployments.placement.messages import Key, ReplicaReport, Residency, Row
+from app.deployments.placement.messages import DrainingReplica, Key, ReplicaReport, Residency, Row
 from app.deployments.placement.state import DWELL_S, TRAFFIC_S
 from app.deployments.placement.view import PlacementView
 from tests.budgets import examples
@@ -58,6 +58,27 @@ def test_losing_a_replica_moves_its_adapters_only() -> None:
     moved = {digest for digest in before if before[digest] != after[digest]}
     assert moved == {digest for digest, homes in before.items() if homes == ("r2",)}
     assert not any("r2" in homes for homes in after.values())
+
+
+def test_a_draining_replica_is_shown_with_its_requests_until_it_is_silent() -> None:
+    fleet = ReportingFleet(2)
+    fleet.assign(digests(4))
+    started_s = fleet.view.started_s("r0")
+    for now_s, load in ((1.0, 2), (2.0, 1), (3.0, 1)):
+        fleet.take_changes()
+        fleet.hear(ReplicaReport("r0", load), now_s, is_draining=True)
+        assert fleet.view.draining == {"r0": DrainingReplica(started_s, load)}
+        assert (("draining", "r0") in fleet.take_changes()) == (now_s < 3.0), "what has not changed is not published"
+    assert fleet.replicas == ["r1"]
+    assert {home for homes in fleet.homes.values() for home in homes} <= {"r1"}
+    fleet.hear(ReplicaReport("r1"), 12.0)
+    fleet.expire(13.0, 1)
+    assert "r0" in fleet.view.draining
+    fleet.expire(13.1, 1)
+    assert not fleet.view.draining
+    assert fleet.take_changes()["draining", "r0"] is None
+    fleet.hear(ReplicaReport("r9", 5), 14.0, is_draining=True)  # placement has restarted since
+    assert fleet.view.draining["r9"] == DrainingReplica(0.0, 5)
 
 
 def reports(fleet: ReportingFleet, now_s: float, *silent: str) -> None:

@@ -230,3 +230,49 @@ async def test_a_rolling_update_fails_no_request(service: Service, handle: Handl
             stop.set()
         await asyncio.gather(*workers)
     assert num_answers >= len(requests)
+
+
+@pytest.mark.nightly
+async def test_a_drained_replica_is_replaced_and_no_request_fails(service: Service, handle: Handle) -> None:
+    """In every run tests/deployments/ingress/http/routes/test_replicas.py drains a replica without Ray."""
+    requests = [long_request(model, seed, 600) for seed, model in enumerate(["tiny", *RANKS] * 3)]
+    has_replaced = asyncio.Event()
+    answers: list[httpx.Response] = []
+
+    async def keep_asking() -> None:
+        async with httpx.AsyncClient(base_url=service.url, timeout=600) as http:
+            while not has_replaced.is_set():
+                body = {"model": "r8", "prompt": "x", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+                answers.append(await http.post("/v1/completions", json=body))
+
+    await until(lambda: idle(handle))
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
+        alone = [await run(client, request) for request in requests]
+        asking = [asyncio.create_task(keep_asking()) for _ in range(4)]
+        busy = None
+        while busy is None:  # a machine fast enough to finish unseen does it all again
+            tasks = [asyncio.create_task(run(client, request)) for request in requests]
+            busy = await busy_replica(handle, tasks, num_running=3)
+        replica_id = busy["replica_id"]
+        assert (await http.post(f"/v1/replicas/{replica_id}/drain")).status_code == 202
+        assert (await http.post(f"/v1/replicas/{replica_id}/drain")).status_code == 409
+
+        async def states() -> dict[str, str]:
+            return {each["id"]: each["state"] for each in (await http.get("/v1/overview")).json()["replicas"]}
+
+        deadline_s = time.monotonic() + 600
+        while (found := await states()).get(replica_id) != "draining":
+            assert time.monotonic() < deadline_s, found
+        assert await asyncio.gather(*tasks) == alone, "they end where they are, or continue elsewhere"
+        while [*(found := await states()).values()] != ["running"] * 2 or replica_id in found:
+            assert time.monotonic() < deadline_s, found
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(3.0)  # the new one has requests too
+        has_replaced.set()
+        await asyncio.gather(*asking)
+        audit = (await http.get(f"/v1/audit?name={replica_id}")).json()["data"]
+    assert [each["action"] for each in audit] == ["drain replica"]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    assert replica_id not in {item["replica_id"] for item in handle("replica_stats")}
+    await until(lambda: idle(handle))

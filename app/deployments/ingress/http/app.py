@@ -142,7 +142,7 @@ def _base_app(service: IngressService, bases: BaseModels, policy: HttpPolicy, se
     add_adapter_routes(management, service)
     add_audit_routes(management, service, bases)
     add_alias_routes(management, service)
-    add_overview_routes(management, service)
+    add_overview_routes(management, service, bases)
     app.include_router(management)
     app.include_router(admin_router(service))
     add_health_routes(app, bases)

@@ -88,10 +88,11 @@ class DrainedReplica(ResponseModel):
 
 
 class OverviewReplica(ResponseModel):
-    """A replica as placement and this ingress know it. `stats`: its own counts; null if it did not answer."""
+    """A replica as placement and this ingress know it. `stats`: its own counts; null while it drains
+    or does not answer."""
 
     id: str
-    state: Literal["running", "unreachable"]
+    state: Literal["running", "unreachable", "draining"]
     started: Seconds
     num_requests: int
     num_rank_rows: int
@@ -116,8 +117,8 @@ class Overview(ResponseModel):
     events: list[EventResponse]
     num_open_requests: Omittable[int] = None
     replicas: Omittable[list[OverviewReplica]] = None
-    tiers: Omittable[dict[str, Any]] = None
     scaling_decisions: list[ScalingDecisionResponse] | None = None
+    tiers: Omittable[dict[str, Any]] = None
     policy: Omittable[str] = None
 
 
@@ -178,6 +179,6 @@ class ServiceStatus(ResponseModel):
     num_adapters: Omittable[int] = None
     num_open_requests: Omittable[int] = None
     replicas: Omittable[list[dict[str, Any]]] = None
-    tiers: Omittable[dict[str, Any]] = None
     scaling_decisions: list[ScalingDecisionResponse] | None = None
+    tiers: Omittable[dict[str, Any]] = None
     failures: Omittable[list[EventResponse]] = None

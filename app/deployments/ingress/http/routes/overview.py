@@ -1,5 +1,5 @@
 """/v1/overview: the service's state and its last hour, once or as a stream of events; and
-/v1/residency: which replica has which adapter; /v1/settings; and /metrics.
+/v1/residency: which replica has which adapter; /v1/replicas: draining one; /v1/settings; and /metrics.
 
 A project gets its own requests and adapters, and nothing of replicas and memory, which all tenants share.
 """
@@ -13,12 +13,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from app.deployments.ingress.base_models import BaseModels
 from app.deployments.ingress.error_responses import WrongKeyKind
 from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.openapi import EVENT_STREAM, JSON_ERROR
 from app.deployments.ingress.http.request_parsing import Flag, QueryParams, WholeNumber, page_body
 from app.deployments.ingress.principal import Principal, http_principal
-from app.deployments.ingress.schemas.health import Overview, ResidencyMap, SettingResponse
+from app.deployments.ingress.schemas.health import DrainedReplica, Overview, ResidencyMap, SettingResponse
 from app.deployments.ingress.schemas.response_model import PageResponse
 from app.deployments.ingress.serializers.completion_events import sse
 from app.deployments.ingress.service import IngressService
@@ -44,7 +45,13 @@ class ResidencyQuery(QueryParams):
     name: str | None = None
 
 
-def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
+class DrainQuery(QueryParams):
+    """`force`: also if no other replica could take its requests."""
+
+    force: Flag = False
+
+
+def add_overview_routes(routes: APIRouter, service: IngressService, bases: BaseModels) -> None:
     num_streams = 0
 
     @routes.get("/v1/overview", response_model=Overview, responses=EVENT_STREAM)
@@ -72,6 +79,16 @@ def add_overview_routes(routes: APIRouter, service: IngressService) -> None:
         if caller.kind == "project":
             raise WrongKeyKind("replicas are shared by all projects; an admin key shows where adapters are")
         return JSONResponse(await service.overview.residency(query.name, caller.tenant_id))
+
+    @routes.post("/v1/replicas/{replica_id}/drain", response_model=DrainedReplica, status_code=202)
+    async def drain(replica_id: str, request: Request, query: Annotated[DrainQuery, Query()]) -> Response:
+        """Have an engine replica end its requests and take no new ones; Ray Serve replaces it. For operators."""
+        caller = http_principal(request)
+        if caller.kind == "project":
+            raise WrongKeyKind("replicas are shared by all projects; an admin key drains them")
+        owner = next((each for each in bases.services if each.has_replica(replica_id)), service)
+        await owner.drain_replica(replica_id, caller.who, force=query.force)
+        return JSONResponse({"id": replica_id, "object": "replica", "state": "draining"}, status_code=202)
 
     @routes.get("/metrics", response_class=PlainTextResponse, responses=JSON_ERROR)
     async def metrics(request: Request) -> Response:
