@@ -44,7 +44,7 @@ const STATES = {
   LOADED: ["ok", "loaded"], REGISTERED: ["idle", "registered"], REQUESTED: ["busy", "requested"],
   DOWNLOADING: ["busy", "downloading"], VALIDATING: ["busy", "validating"], ON_DISK: ["busy", "on disk"],
   ON_HOST: ["busy", "in host memory"], DRAINING: ["busy", "draining"], REMOVED: ["idle", "removed"],
-  FAILED: ["bad", "failed"], running: ["ok", "running"], unreachable: ["bad", "unreachable"],
+  FAILED: ["bad", "failed"], running: ["ok", "running"], unreachable: ["bad", "unreachable"], draining: ["busy", "draining"],
   active: ["ok", "active"], archived: ["idle", "archived"], completed: ["ok", "completed"],
   in_progress: ["busy", "in progress"], validating: ["busy", "validating"], finalizing: ["busy", "finalizing"],
   failed: ["bad", "failed"], cancelled: ["idle", "cancelled"], cancelling: ["busy", "cancelling"],

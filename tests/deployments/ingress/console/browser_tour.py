@@ -117,6 +117,7 @@ def actions(browser: Browser, url: str, folder: Path) -> None:
         unload(new, url)
         play(new, url)
         keyboard(new, url)
+        drain(new, url)
 
 
 def dialogs(new: Page) -> None:
@@ -189,6 +190,28 @@ def unload(new: Page, url: str) -> None:
     new.locator("dialog input").fill("triage")
     button.click()
     expect(new.get_by_text("triage was unloaded")).to_be_visible()
+
+
+def drain(new: Page, url: str) -> None:
+    new.goto(f"{url}/console/#/replicas")
+    timeline = new.get_by_role("region", name="Timeline, table")
+    expect(timeline.get_by_role("row").nth(1)).to_contain_text("3 → 4")
+    expect(timeline.get_by_text("rank rows in demand need 2.4")).to_be_visible()
+    row = new.get_by_role("row").filter(has_text="replica-2")
+    row.get_by_role("button", name="Drain").click()
+    dialog = new.locator("dialog")
+    button = dialog.get_by_role("button", name="Drain")
+    expect(button).to_be_disabled()
+    expect(dialog.get_by_text("all new requests")).to_have_count(0)
+    check(new)
+    shot(new, "drain")
+    dialog.get_by_role("button", name="Copy as curl").click()
+    assert "-X POST" in new.evaluate("navigator.clipboard.readText()")
+    dialog.locator("input").fill("replica-2")
+    button.click()
+    expect(new.get_by_text("replica-2 drains")).to_be_visible()
+    expect(row.get_by_text("draining")).to_be_visible()
+    expect(row.get_by_role("button")).to_have_count(0)
 
 
 def play(new: Page, url: str) -> None:

@@ -67,7 +67,7 @@ const Problems = ({ now, refused, errors }) => {
   const found = [];
   if (!now.is_ready) found.push(["bad", "No replica is ready", "Requests wait or are refused with 503 until one is.", may.operate.value ? link(["replicas"]) : null, "See replicas"]);
   for (const each of now.replicas ?? []) {
-    if (each.state !== "running") found.push(["bad", `Replica ${each.id} cannot be reached`, "Its streams continue on other replicas. Placement removes it if it stays silent.", link(["replicas"]), "See replicas"]);
+    if (each.state === "unreachable") found.push(["bad", `Replica ${each.id} cannot be reached`, "Its streams continue on other replicas. Placement removes it if it stays silent.", link(["replicas"]), "See replicas"]);
     const stats = each.stats;
     if (stats?.num_blocks && stats.num_blocks_free / stats.num_blocks < 0.05) found.push(["warn", `Replica ${each.id} has little KV memory left`, `${stats.num_blocks_free} of ${stats.num_blocks} blocks are free; new requests queue.`, link(["replicas"]), "See replicas"]);
   }
@@ -93,7 +93,7 @@ const Replicas = ({ replicas }) => html`<${Card} title="Replicas" flush aside=${
   <${Table} label="Replicas" rows=${replicas} columns=${[
     { title: "Replica", cell: row => html`<code>${row.id}</code>` },
     { title: "State", cell: row => html`<${State} value=${row.state} />` },
-    { title: "Running", num: true, cell: row => number(row.stats?.num_running) },
+    { title: "Running", num: true, cell: row => number(row.stats?.num_running ?? row.num_requests) },
     { title: "Waiting", num: true, cell: row => number(row.stats?.num_waiting) },
     { title: "KV used", num: true, cell: row => row.stats?.num_blocks ? percent(1 - row.stats.num_blocks_free / row.stats.num_blocks) : "–" },
     { title: "Adapters", num: true, cell: row => number(row.stats?.residents ?? row.num_assigned) },

@@ -99,7 +99,7 @@ async def test_what_is_described_is_accepted(http: httpx.AsyncClient) -> None:
 #: Routes whose request has no body.
 BODILESS = {
     "/v1/batches/{batch_id}/cancel", "/v1/loras/{name}/load", "/v1/organization/projects/{project_id}/archive",
-    "/v1/tenants/{tenant_id}/rotate_salt",
+    "/v1/replicas/{replica_id}/drain", "/v1/tenants/{tenant_id}/rotate_salt",
 }  # fmt: skip
 
 
