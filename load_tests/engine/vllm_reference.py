@@ -22,7 +22,8 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 def write_model(model: Any, folder: Path) -> Path:
     """A float32 transformers model, perhaps read from GGUF, as a folder that vLLM loads without a tokenizer."""
     config = model.config
-    plain = type(model)(type(config)(**{k: v for k, v in config.to_dict().items() if k != "quantization_config"}))
+    dropped = ("quantization_config", "_model_name_or_path", "unk_token_id")  # of the GGUF file
+    plain = type(model)(type(config)(**{k: v for k, v in config.to_dict().items() if k not in dropped}))
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
     return folder

@@ -152,7 +152,8 @@ def vllm_serve(python: Path, model: Path, adapters: Sequence[Path], max_num_seqs
     port = free_port()
     modules = [f"{folder.name}={folder}" for folder in adapters]
     command = [
-        *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", BASE),
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", BASE),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--generation-config", "vllm"),
         *("--max-num-seqs", str(max_num_seqs), "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"),
         *("--kv-cache-memory-bytes", str(EXTRA_ARGS["kv_cache_memory_bytes"]), "--disable-uvicorn-access-log"),
