@@ -129,7 +129,14 @@ class GenerationTask:
         answered: list[int] = []
         timing: RequestTiming | None = None
         decoder = self.decoders[index // self.num_per_prompt]
-        source = text_deltas(chunks, decoder.new(), self.stops, decoder.special_stops, keep_end=self.keeps_end)
+        source = text_deltas(
+            chunks,
+            decoder.new(),
+            self.stops,
+            decoder.special_stops,
+            keep_end=self.keeps_end,
+            keep_end_logprob=bool(self.echoes),
+        )
         async with aclosing(source) as deltas:
             async for delta in deltas:
                 if self.progress.first_s is None:

@@ -137,12 +137,13 @@ async def text_deltas(
     specials: Mapping[int, str] = {},
     *,
     keep_end: bool = False,
+    keep_end_logprob: bool = False,
 ) -> AsyncGenerator[TextDelta]:
     """Convert one sequence's chunks to text. Raises the error that a chunk carries.
 
     Returning early (a stop string) closes `chunks`, which aborts the sequence. `specials`: the special tokens in the
     stop strings, id → text. `keep_end`: emit every token at once, even without text, including the one that ends the
-    answer.
+    answer. `keep_end_logprob`: give that token's log-probability, too.
     """
     found = _SpecialStops(decoder, stops, specials)
     token_ids: tuple[int, ...] = ()
@@ -165,7 +166,7 @@ async def text_deltas(
                 visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
                 reported = chunk.token_ids if keep_end else visible
                 token_ids += reported
-                logprobs += chunk.logprobs[: len(reported)]
+                logprobs += chunk.logprobs if keep_end_logprob else chunk.logprobs[: len(reported)]
                 text, stop = found.push(visible, chunk.matched_stop)
                 reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
                 if reason is not None and stop is None:

@@ -449,6 +449,21 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt(writer: httpx.Asy
         assert choice["finish_reason"] == "length"
 
 
+async def test_an_echo_has_the_log_probability_of_the_token_that_ends_it(writer: httpx.AsyncClient) -> None:
+    """Evaluations drop the entry of the one new token, whatever it is."""
+    fields = LM_EVAL | {"prompt": [21, 22, 23], "max_tokens": 1}
+    (goes_on,) = (await writer.post("/v1/completions", json=fields)).json()["choices"]
+    assert goes_on["finish_reason"] == "length"
+    in_ids = fields | {"echo": False, "return_token_ids": True}
+    token_ids = (await writer.post("/v1/completions", json=in_ids)).json()["choices"][0]["token_ids"]
+    ends = await writer.post("/v1/completions", json=fields | {"stop_token_ids": token_ids})
+    (choice,) = ends.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["token_logprobs"] == goes_on["logprobs"]["token_logprobs"]
+    assert len(choice["logprobs"]["tokens"]) == 4
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"][:3])
+
+
 async def test_a_streamed_echo_has_the_same_log_probabilities(writer: httpx.AsyncClient) -> None:
     fields = LM_EVAL | {"prompt": [21, 22, 23], "max_tokens": 3}
     whole = (await writer.post("/v1/completions", json=fields)).json()["choices"][0]["logprobs"]
