@@ -26,12 +26,9 @@ ROUTE_SUFFIXES = ("load", "generations", "weights", "versions", "promote", "roll
 PROJECT_PREFIX = "proj_"
 #: Fewer digits of a digest could be a generation, and could be unique by accident only.
 MIN_DIGEST_CHARS = 8
-#: A model in the cache of `huggingface_hub`, whose last folder is a commit.
-_HUB_CACHE = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[^/]+$")
-#: What a name's end may say about how the weights are stored, after separators have become "-".
-_STORAGE = re.compile(
-    "(-(gguf|hf|mlx|bnb|unsloth|awq|gptq|ud|[248]bit|int[48]|fp8|b?fp?16|fp?32|i?q[1-8](-(k|[01]|nl|x?x?[sml]|xl))*))+$"
-)
+#: What words at a name's end may say about how the weights are stored, and about a quantisation such as q4-k-m.
+_STORAGE = re.compile("gguf|hf|mlx|bnb|unsloth|awq|gptq|ud|[248]bit|int[48]|fp8|b?fp?16|fp?32|i?q[1-8]")
+_QUANTIZATION, _QUANTIZATION_DETAIL = re.compile("i?q[1-8]"), re.compile("k|[01]|nl|x?x?[sml]|xl")
 _VERSION = re.compile(
     rf"(?P<generation>[1-9][0-9]{{0,{MIN_DIGEST_CHARS - 2}}})"
     rf"|(?:sha256:)?(?P<digest>[0-9a-fA-F]{{{MIN_DIGEST_CHARS},64}})"
@@ -100,11 +97,29 @@ def base_warning(trained_on: object, base_name: str, base_uri: str) -> str | Non
 
 
 def _plain_model_name(name_or_uri: str) -> str:
-    path = name_or_uri.partition("#")[0].replace("\\", "/").rstrip("/")
-    cached = _HUB_CACHE.search(path)
-    last = cached[1] if cached else path.rpartition("/")[2].partition("@")[0]
-    words = re.sub("[^a-z0-9]+", "-", last.lower())
-    return _STORAGE.sub("", words).replace("-", "")
+    parts = name_or_uri.partition("#")[0].replace("\\", "/").rstrip("/").split("/")
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        last = parts[-3].rpartition("--")[2]  # in the cache of `huggingface_hub`, where the last folder is a commit
+    else:
+        last = parts[-1].partition("@")[0]
+    words = re.sub("[^a-z0-9]+", "-", last.lower()).split("-")
+    return "".join(words[: _num_name_words(words)])
+
+
+def _num_name_words(words: list[str]) -> int:
+    """How many words are the name, without those at the end that say how the weights are stored; at least 1."""
+    end = len(words)
+    while end > 1:
+        if _STORAGE.fullmatch(words[end - 1]):
+            end -= 1
+            continue
+        start = end
+        while start > 1 and _QUANTIZATION_DETAIL.fullmatch(words[start - 1]):
+            start -= 1
+        if start == end or start < 2 or not _QUANTIZATION.fullmatch(words[start - 1]):
+            break
+        end = start - 1
+    return end
 
 
 def check_name(name: str) -> None:

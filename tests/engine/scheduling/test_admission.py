@@ -285,7 +285,8 @@ def test_whoever_is_preempted_returns_before_those_still_waiting() -> None:
 
 
 def test_tokens_that_no_waiting_request_can_use_go_to_the_prompt() -> None:
-    bench = Bench(BackendLimits(512, 8, 8, 8, 4), max_num_batched_tokens=32, max_model_len=512)
+    limits = BackendLimits(512, 8, 8, 8, 4)
+    bench = Bench(limits, max_num_batched_tokens=32, max_model_len=512, max_tenant_slowdown=0)
     bench.submit("holder", fake_adapter("holder", 8), tokens=100)
     bench.run(1)
     bench.submit("miss", fake_adapter("miss", 8), tenant_id="other")

@@ -69,8 +69,8 @@ ASKED: list[tuple[str, str, Any]] = [
 ]
 #: Responses without anything about a name that does not exist: lists, and the base as the choice.
 EMPTY = ("/v1/events?name=NAME", "/v1/audit?name=NAME", "/v1/loras/NAME/generations", "/v1/route")
-#: Paths with an id of a file, batch, response or job, which other tests compare with one that does not exist; and paths
-#: by which a caller creates a name of its own.
+#: Paths with an id of a file, batch, response or job, which other tests compare with one that does not exist; paths by
+#: which a caller creates a name of its own; and that of a replica, which no project's key may use.
 ELSEWHERE = {
     "/v1/files/{file_id}",
     "/v1/files/{file_id}/content",
@@ -81,6 +81,7 @@ ELSEWHERE = {
     "/v1/jobs/{job_id}",
     "/v1/loras/{name}/weights",
     "/v1/aliases/{name}",
+    "/v1/replicas/{replica_id}/drain",
 }
 
 
