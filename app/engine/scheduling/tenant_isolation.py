@@ -110,8 +110,7 @@ class TenantIsolation:
 
         `waiting` has one sequence of each waiting tenant.
         """
-        widths = Counter(sequence.tenant_id for sequence in running)
-        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
+        widths, weights = _widths(running)
         for sequence in waiting:
             if sequence.tenant_id not in widths:
                 widths[sequence.tenant_id], weights[sequence.tenant_id] = 1, sequence.request.weight
@@ -131,8 +130,7 @@ class TenantIsolation:
         """
         if not self._slowdown:
             return {}
-        widths = Counter(sequence.tenant_id for sequence in running)
-        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
+        widths, weights = _widths(running)
         self._num_steps += 1
         self._add_waiting_and_recent(widths, weights, waiting)
         if len(widths) < 2:
@@ -238,8 +236,7 @@ class TenantIsolation:
         None if the waiting tenant is already `MAX_LEAD` ahead of the widest tenant or of the least served waiting
         tenant (`FairQueue.least_waiting`): then it waits for a place in fair order.
         """
-        widths = Counter(sequence.tenant_id for sequence in running)
-        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
+        widths, weights = _widths(running)
         shares = {tenant_id: (width - 1) / weights[tenant_id] for tenant_id, width in widths.items()}
         candidates = [tenant_id for tenant_id in shares if tenant_id in wide_tenants]
         if waiting_sequence.tenant_id in wide_tenants or not candidates:
@@ -252,6 +249,12 @@ class TenantIsolation:
         return next(sequence for sequence in reversed(running) if sequence.tenant_id == widest)
 
 
+def _widths(running: SequenceOf[Sequence]) -> tuple[Counter[str], dict[str, float]]:
+    """How many sequences each tenant runs, and its weight."""
+    return Counter(each.tenant_id for each in running), {each.tenant_id: each.request.weight for each in running}
+
+
 def _wide(widths: Mapping[str, int], weights: Mapping[str, float]) -> list[str]:
+    """The tenants that run more, by weight, than the mean."""
     mean = sum(widths.values()) / sum(weights.values())
     return [tenant_id for tenant_id, width in widths.items() if width > mean * weights[tenant_id]]
