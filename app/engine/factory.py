@@ -113,7 +113,7 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
             from app.engine.cpu.encoder_backend import EncoderBackend
 
             kind = CpuBackend if checkpoint.spec.encoder is None else EncoderBackend
-            return kind(checkpoint.spec, checkpoint.tensors(), config)
+            return kind(checkpoint.spec, checkpoint.tensors(), config, checkpoint.tensors_digest)
         case CudaConfig():
             from app.engine.cuda import backend as cuda_backend
 

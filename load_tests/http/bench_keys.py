@@ -149,7 +149,7 @@ async def metering_us(num_requests: int = 5000, num_rounds: int = 9) -> dict[str
     async def cpu_us(app: ASGIApp, method: str, path: str) -> float:
         started_s = time.process_time()
         for _ in range(num_requests):
-            scope = {"type": "http", "method": method, "path": path, "state": {STATE: caller}}
+            scope = {"type": "http", "method": method, "path": path, "headers": [], "state": {STATE: caller}}
             await app(scope, receive, send)
         return (time.process_time() - started_s) / num_requests * 1e6
 

@@ -58,6 +58,7 @@ NUM_ADAPTERS = 24
 MAX_TOKEN_ID = 61
 #: Mean tokens of prompts and answers; both are geometric.
 LENGTHS = (32, 16)
+#: The simulator has one order for all tenants: no bound on how much they slow one another.
 CONFIG = EngineConfig(
     cpu=CpuConfig(num_threads=1),
     lora_pool_rows=64,
@@ -67,6 +68,7 @@ CONFIG = EngineConfig(
     num_kv_blocks=512,
     max_model_len=512,
     speculative_decoding="off",
+    max_tenant_slowdown=0.0,
 )
 
 

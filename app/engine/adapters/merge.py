@@ -73,7 +73,11 @@ def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoin
     """
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     _check(adapter, table, expected_tensors(checkpoint.spec).keys())
-    return replace(checkpoint, tensors=lambda: _merge_tensors(checkpoint.tensors(), adapter, table, in_float32=True))
+
+    def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
+        return _merge_tensors(checkpoint.tensors(), adapter, table, in_float32=True)
+
+    return replace(checkpoint, tensors=tensors, tensors_digest="")
 
 
 def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[str]) -> None:

@@ -24,8 +24,10 @@ from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
 from app.engine.cpu.outputs import rows_of, sample, with_sums
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, integer_rows
+from app.engine.cpu.weights_cache import packed_weights
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_stacks import integer_form
 from app.kernels.machine.prefault import PagePrefaulter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention.cpu import attention_tasks
@@ -42,8 +44,11 @@ STEPS_AHEAD = 4
 class CpuBackend(AdapterBackend):
     """Weights in packed panels, arithmetic as `engine.cpu.compute` says; batch-invariant."""
 
-    def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
+    def __init__(
+        self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig, tensors_digest: str = ""
+    ) -> None:
         """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
+        `tensors_digest`: see `packed_weights`.
 
         Raises CheckpointError for a missing tensor or a spec that this decoder cannot run, ConfigError for an
         arithmetic that cannot serve these weights.
@@ -61,7 +66,11 @@ class CpuBackend(AdapterBackend):
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         samples = config.max_num_seqs + self.limits.num_draft_rows
         rows = integer_rows(spec, config.max_num_batched_tokens, samples) if cpu.compute == "int8" else None
-        self._weights = WeightPacker(spec, max_positions, cpu.weight_dtype, self._team, rows).pack_all(tensors)
+        self._weights = packed_weights(
+            tensors_digest,
+            (cpu.weight_dtype, rows and sorted(rows.items()), rows and integer_form(), max_positions),
+            lambda: WeightPacker(spec, max_positions, cpu.weight_dtype, self._team, rows).pack_all(tensors),
+        )
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would fault 60 of them.
         layers = [layer for layer in (*self._k_memory, *self._v_memory) if layer.size]
@@ -69,6 +78,7 @@ class CpuBackend(AdapterBackend):
         self._kv_pages = PagePrefaulter(layers, STEPS_AHEAD * config.max_num_batched_tokens * self._token_bytes)
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights)
+        base.log_storage()
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
         self._warm_up()
 

@@ -22,11 +22,12 @@ from app.engine.cpu.lora_memory import LoraMemory
 from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.outputs import add_pooled_rows
 from app.engine.cpu.weights import PackedModules
+from app.engine.cpu.weights_cache import packed_weights
 from app.engine.errors import CheckpointError
 from app.engine.models.hf import encoder_weight_names as names
 from app.engine.models.linear_modules import uniform_modules
 from app.engine.models.spec import ModelSpec
-from app.engine.models.weight_stacks import StackWriter, log_storage, stacks_for_integers
+from app.engine.models.weight_stacks import StackWriter, integer_form, stacks_for_integers
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
@@ -37,9 +38,11 @@ Floats = NDArray[np.float32]
 class EncoderBackend(AdapterBackend):
     """Weights in packed panels, arithmetic as `engine.cpu.compute` says; batch-invariant."""
 
-    def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
-        """`tensors` yields each weight once. Raises CheckpointError for a missing tensor, ConfigError for an arithmetic
-        that cannot serve these weights."""
+    def __init__(
+        self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig, tensors_digest: str = ""
+    ) -> None:
+        """`tensors` yields each weight once; `tensors_digest`: see `packed_weights`. Raises CheckpointError for a
+        missing tensor, ConfigError for an arithmetic that cannot serve these weights."""
         assert spec.encoder is not None
         self.spec = spec
         self._first_place = spec.encoder.first_position
@@ -56,15 +59,15 @@ class EncoderBackend(AdapterBackend):
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._weights = _pack_weights(
-            spec,
-            tensors,
-            cpu.weight_dtype,
-            self._team,
-            config.max_num_batched_tokens if cpu.compute == "int8" else None,
+        integer_rows = config.max_num_batched_tokens if cpu.compute == "int8" else None
+        self._weights = packed_weights(
+            tensors_digest,
+            (cpu.weight_dtype, integer_rows, integer_rows and integer_form()),
+            lambda: _pack_weights(spec, tensors, cpu.weight_dtype, self._team, integer_rows),
         )
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         base = PackedModules(spec, self._weights)
+        base.log_storage()
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
         self._work = _workspace(spec, config.max_num_batched_tokens)
         if self.limits.lora_pool_rows:
@@ -160,7 +163,6 @@ def _pack_weights(
     if expected:
         raise CheckpointError(f"{spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
     packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
-    log_storage(spec.name, packed)
     if integer_rows is not None:
         packed = stacks_for_integers(spec.name, packed, dict.fromkeys(list(packed), integer_rows))
     return encoder.EncoderWeights(

@@ -8,6 +8,7 @@ Tensors come by their Hugging Face names, in any order, each exactly once; at mo
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ from app.engine.models.weight_names import (
     latent_norm_widths,
     qk_norm_widths,
 )
-from app.engine.models.weight_stacks import StackWriter, log_storage, stacks_for_integers
+from app.engine.models.weight_stacks import StackWriter, stacks_for_integers
 from app.kernels.int8_matmul.cpu import DotPanels
 from app.kernels.int8_matmul.pack_dot import unpack_dot
 from app.kernels.machine.thread_team import ThreadTeam
@@ -53,6 +54,8 @@ from app.kernels.matmul.int8 import Int8Panels, Stack
 from app.kernels.matmul.pack_weights import dequantise
 
 Floats = NDArray[np.float32]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
@@ -93,7 +96,7 @@ class PackedModules:
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         stacked = stacked_modules(spec)
-        self._modules, self._weights = shared_table_modules(stacked), weights
+        self._name, self._modules, self._weights = spec.name, shared_table_modules(stacked), weights
         self._layers = {module.name: layers for module, layers in stacked}
 
     def panels(self, key: LoraKey) -> Floats:
@@ -119,6 +122,12 @@ class PackedModules:
         biases: Floats = self._array(f"{module.name}_bias")
         place = self._layers[module.name].index(key.layer)
         return biases[place, module.columns(key.target, PANEL)]
+
+    def log_storage(self) -> None:
+        """Log at start which modules are in float32, so that an operator sees what `auto` chose."""
+        names = [module.name for module in self._modules] + ["head"] * hasattr(self._weights, "head")
+        wide = [name for name in names if isinstance(self._array(name), np.ndarray)]
+        _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", self._name, ", ".join(wide) or "none")
 
     def _array(self, name: str) -> Any:
         """The array of a linear module or of its biases, in the model's, its experts' or its MLA weights."""
@@ -202,7 +211,6 @@ class WeightPacker:
         if expected:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
         stacks: dict[str, Stack] = {name: writer.stack for name, writer in self._stacks.items()}
-        log_storage(self._spec.name, stacks)
         if self._integer_rows is not None:
             self._stacks.clear()
             stacks = stacks_for_integers(self._spec.name, stacks, self._integer_rows)

@@ -41,13 +41,15 @@ class Checkpoint:
     """A complete base model. `tokenizer_source` is the argument of `load_tokenizer`.
 
     tensors(): (canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32. `needs_vllm`: why
-    only vLLM can read the weights; then `tensors` raises it as a CheckpointError.
+    only vLLM can read the weights; then `tensors` raises it as a CheckpointError. `tensors_digest`: of the files that
+    `tensors` reads; empty if it yields something else.
     """
 
     spec: ModelSpec
     tokenizer_source: Path
     tensors: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
     needs_vllm: str = ""
+    tensors_digest: str = ""
 
     def computed_in(self, compute: Compute) -> Checkpoint:
         """This model, see `in_arithmetic`."""
@@ -90,7 +92,7 @@ def _load_gguf(path: Path, name: str) -> Checkpoint:
     file = read_gguf(path)
     spec = spec_from_gguf(file, name, base_digest([("gguf", file_sha256(path))]))
     check_tensors(spec, gguf_shapes(file))
-    return Checkpoint(spec, path, lambda: gguf_tensors(file, spec))
+    return Checkpoint(spec, path, lambda: gguf_tensors(file, spec), tensors_digest=spec.digest)
 
 
 def _load_folder(folder: Path, name: str) -> Checkpoint:
@@ -119,7 +121,7 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     elif spec.family == gpt_oss.FAMILY:
         shapes_of, tensors_of = gpt_oss.canonical_shapes, gpt_oss.canonical_tensors
     check_tensors(spec, shapes_of(shapes))
-    return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)))
+    return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)), tensors_digest=digest)
 
 
 def _describe(folder: Path, name: str, config: dict[str, Any], reason: str) -> Checkpoint:
@@ -148,7 +150,11 @@ def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: di
     names = without_heads(stored)
     check_tensors(spec, {plain: stored[key].shape for key, plain in names.items()})
     own = {key: stored[key] for key in names}
-    return Checkpoint(spec, folder, lambda: ((names[key], tensor) for key, tensor in read_tensors(own)))
+
+    def tensors() -> Iterator[tuple[str, NDArray[Any]]]:
+        return ((names[key], tensor) for key, tensor in read_tensors(own))
+
+    return Checkpoint(spec, folder, tensors, tensors_digest=spec.digest)
 
 
 def _folder_digest(folder: Path, stored: dict[str, TensorPlace]) -> str:

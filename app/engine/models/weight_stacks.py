@@ -77,9 +77,3 @@ def stacks_for_integers(model: str, stacks: dict[str, Stack], max_rows: Mapping[
         converted[name] = pack_dot(stack, form, rows) if name in chosen and isinstance(stack, Int8Panels) else stack
     _LOGGER.info("%s: products in integers (%s): %s", model, form, ", ".join(sorted(chosen)))
     return converted
-
-
-def log_storage(model: str, stacks: Mapping[str, Stack]) -> None:
-    """Log at start which modules are in float32, so that an operator sees what `auto` chose."""
-    wide = [name for name, stack in stacks.items() if not isinstance(stack, Int8Panels)]
-    _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", model, ", ".join(wide) or "none")
