@@ -149,6 +149,7 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "description": "",
         "invocation_tokens": "",
         "metadata": "",
+        "defaults": "",
     }
     with registry.database.write() as connection:
         revision = registry.database.next_revision(connection)

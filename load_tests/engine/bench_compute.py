@@ -18,6 +18,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import Compute, CpuConfig, EngineConfig
 from app.engine.engine import Engine
@@ -113,7 +114,12 @@ def _decoder(
         target_step_ms=0,
         speculative_decoding="off",
     )
-    return EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)
+    engine = Engine(load_backend(checkpoint, config), config)
+    refs = [AdapterRef(f"adapter-{i}", adapter.card.digest, "bench") for i, adapter in enumerate(adapters)]
+    loads = [engine.load_adapter(adapter, ref) for adapter, ref in zip(adapters, refs, strict=True)]
+    while not all(load.done() for load in loads):
+        engine.step()
+    return EngineDecoder(engine, adapters)
 
 
 def main() -> None:

@@ -167,6 +167,7 @@ def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
 @pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning")
+@pytest.mark.filterwarnings("ignore:You have requested `ensure_weight_tying`, but no tied modules:UserWarning")
 def test_every_option_answers_as_under_peft_in_one_batch(
     llm: LLM, demo_transformers: PreTrainedModel, tmp_path: Path
 ) -> None:

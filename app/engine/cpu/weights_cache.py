@@ -159,7 +159,7 @@ def _remove_others(path: Path) -> None:
 
 @cache
 def _source_digest() -> str:
-    """Of the code that reads and packs tensors, and of the package that reads GGUF's types."""
+    """Digest of the code that reads and packs tensors, and of the package that reads GGUF's types."""
     digest = hashlib.sha256(version("gguf").encode())
     root = Path(__file__).parents[2]
     for source in sorted(source for folder in ("kernels", "engine") for source in (root / folder).rglob("*.py")):

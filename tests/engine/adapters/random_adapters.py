@@ -133,6 +133,7 @@ def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Gen
     ]
     names = [name for name in names if not name.endswith("output_norm.weight")]  # Gemma's, which adapters do not bring
     linear = [f"{module_path(layer, target)}.weight" for layer in range(len(spec.layers)) for target in DENSE_TARGETS]
+    linear = [name for name in linear if name in shapes]  # a layer with experts has no feed-forward of its own
     plain = [f"{module_path(key.layer, key.target)}.weight" for key in adapter.weights]
     ids = tuple(rng.permutation(vocab)[: int(rng.integers(1, 40))].tolist())
     parts = set(rng.permutation(["scaled", "shifted", "replaced", "outer", "rows"])[: int(rng.integers(1, 6))].tolist())
