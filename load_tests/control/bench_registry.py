@@ -30,7 +30,7 @@ import httpx
 from sqlalchemy import Connection, Table, func, insert, select
 
 from app.cli.register import BATCH
-from app.config import AdaptersConfig
+from app.config import AdaptersConfig, ModelConfig
 from app.deployments.ingress.accounting import PricingContext, RequestAccounting
 from app.deployments.ingress.adapter_admin import AdapterAdmin
 from app.deployments.ingress.adapter_metrics import AdapterMetrics
@@ -222,6 +222,9 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     activities = _Activities()
     rates = PricingContext(Prices({}, "base"), "base")
     service = SimpleNamespace(
+        tracer=None,
+        model_config=ModelConfig(name="base", uri="unused"),
+        exact_base_name="base",
         base_name="base",
         registry=view,
         accounting=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
@@ -231,7 +234,11 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         ),
         new_project_limits=NO_LIMITS,
         adapters_config=AdaptersConfig(),
-        preprocessor=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_model_len=2048),
+        preprocessor=SimpleNamespace(
+            limits=SimpleNamespace(max_body_bytes=4 << 20),
+            max_model_len=2048,
+            resolver=SimpleNamespace(is_base=lambda name: name == "base"),
+        ),
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(IngressService, service), HttpPolicy()))
