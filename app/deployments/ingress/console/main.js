@@ -5,6 +5,7 @@ import {
   overview, age, isStale, may, all, number, link,
 } from "./core.js";
 import { Icon, Button, Select, Field, DialogHost, Messages, Problem, Page, Empty } from "./ui.js";
+import { droppedFiles } from "./peft.js";
 
 const SCREENS = {
   overview: ["", "Overview", () => may.manage.value],
@@ -60,6 +61,28 @@ const Live = () => {
     : html`<span class="live"><span class="dot"></span>live</span>`;
 };
 
+/** A PEFT folder may be dropped on every screen; otherwise the browser would leave the page and show the file. */
+const Drop = () => {
+  const over = useSignal(false);
+  useEffect(() => {
+    const hasFiles = event => event.dataTransfer?.types?.includes("Files");
+    const enter = event => { if (hasFiles(event)) { event.preventDefault(); over.value = may.manage.value; } };
+    const leave = event => { if (!event.relatedTarget) over.value = false; };
+    const drop = async event => {
+      over.value = false;
+      if (event.defaultPrevented || !hasFiles(event)) return;  // the dialog's own place took it
+      event.preventDefault();
+      if (!may.manage.value) return;
+      const files = await droppedFiles(event.dataTransfer);
+      (await import("./screens/adapters.js")).loadDialog("drop", files);
+    };
+    const listeners = { dragover: enter, dragleave: leave, drop };
+    for (const [name, listener] of Object.entries(listeners)) addEventListener(name, listener);
+    return () => { for (const [name, listener] of Object.entries(listeners)) removeEventListener(name, listener); };
+  }, []);
+  return over.value ? html`<div class="drop-veil"><div>Drop the PEFT folder to load it</div></div>` : null;
+};
+
 const menuOpen = signal(false);
 const projects = signal([]);
 effect(() => {
@@ -105,7 +128,7 @@ const Shell = () => {
       <${Button} icon="menu" label="Menu" aria-expanded=${menuOpen.value ? "true" : "false"} aria-controls="menu"
         onClick=${() => { menuOpen.value = !menuOpen.value; }} /></div></header>
     ${menuOpen.value && html`<button type="button" class="side-veil" aria-label="Close the menu" onClick=${() => { menuOpen.value = false; }}></button>`}
-    <${Side} current=${current} />
+    <${Side} current=${current} /><${Drop} />
     <main id="main">
       ${isStale.value && html`<div class="stale-bar" role="alert"><${Icon} name="warn" />These numbers are ${Math.round(age.value)} seconds old: the service does not answer. The page tries again by itself.</div>`}
       ${!entry ? html`<${Page} title="No such screen"><${Empty} title="This address has no screen"

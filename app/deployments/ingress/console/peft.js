@@ -1,4 +1,5 @@
 // A PEFT folder, read and checked in the browser before a byte is sent.
+import { number } from "./core.js";
 
 /** The files of a drop: of folders, too. */
 export async function droppedFiles(transfer) {
@@ -67,7 +68,7 @@ function readTensors({ size, tensors }, fileSize, config, { ok, bad, warn }, fac
   const parameters = names.reduce((sum, name) => sum + tensors[name].shape.reduce((x, y) => x * y, 1), 0);
   const types = [...new Set(names.map(name => tensors[name].dtype))];
   facts.parameters = parameters; facts.types = types; facts.size = fileSize;
-  if (a.length && end === fileSize) ok(`${a.length} pairs, ${(parameters / 1e6).toFixed(2)} million parameters, ${types.join(", ")}`);
+  if (a.length && end === fileSize) ok(`${a.length} ${a.length === 1 ? "pair" : "pairs"} of matrices, ${number(parameters)} parameters, ${types.join(", ")}`);
   const allowed = new Set([config?.r, ...Object.values(config?.rank_pattern ?? {})]);
   const odd = [...ranks].filter(rank => config && !allowed.has(rank));
   if (odd.length) warn(`Tensors have the rank ${odd.join(", ")}, and adapter_config.json says ${config.r}.`);

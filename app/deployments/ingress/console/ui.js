@@ -229,13 +229,13 @@ const ConfirmName = ({ title, name, what, depends, submit, call, run, done, onDo
 export const Messages = () => html`<div class="messages" role="status" aria-live="polite">${messages.value.map(each => html`<div
   key=${each.id} class=${`message ${each.kind}`}>${each.text}</div>`)}</div>`;
 
-/** Names of adapters and aliases for inputs with suggestions. */
+/** Names of adapters and aliases for inputs with suggestions: the caller's own, then what else it may use. */
 export const names = signal([]);
-export const loadNames = async () => {
-  try {
-    const [adapters, aliases] = await Promise.all([get("/v1/loras", { limit: 500 }), get("/v1/aliases", { limit: 200 })]);
-    names.value = [...adapters.data.map(each => [each.id, "adapter"]), ...aliases.data.map(each => [each.id, "alias"])];
-  } catch { names.value = []; }
+export const loadNames = async (useKey = "") => {
+  const list = (path, limit, options) => get(path, { limit }, options).then(found => found.data, () => []);  // an inference key lists models only
+  const [adapters, aliases, models] = await Promise.all([list("/v1/loras", 500), list("/v1/aliases", 200), list("/v1/models", 1000, { useKey })]);
+  const own = [...adapters.map(each => [each.id, "adapter"]), ...aliases.map(each => [each.id, "alias"])], known = new Set(own.map(([name]) => name));
+  names.value = [...own, ...models.filter(each => each.parent && !known.has(each.id)).map(each => [each.id, "model"])];
 };
 export const NameList = ({ id, more = [], only }) => html`<datalist id=${id}>${[...more, ...names.value]
   .filter(([, kind]) => !only || kind === only).map(([name, kind]) => html`<option value=${name}>${kind}</option>`)}</datalist>`;

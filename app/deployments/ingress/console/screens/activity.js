@@ -1,10 +1,11 @@
 // Events of adapters, and who changed what.
-import { html, useSignal, get, setQuery, useRead, may, saveCsv, link } from "../core.js";
+import { html, useSignal, get, setQuery, useRead, may, saveCsv } from "../core.js";
 import { Page, Card, Table, Empty, Time, Tabs, Search, Button, Problem, Curl } from "../ui.js";
+import { pageOf, detailOf } from "./overview.js";
 
 const SOURCES = {
-  events: ["Adapter events", "/v1/events", "name", [["when", row => row.created], ["adapter", row => row.name], ["what", row => row.event], ["where", row => row.replica_id], ["detail", row => row.detail]]],
-  audit: ["Management calls", "/v1/audit", "name", [["when", row => row.created], ["name", row => row.name], ["what", row => row.action], ["who", row => row.who], ["detail", row => row.detail]]],
+  events: ["Adapter events", "/v1/events", "name", [["when", row => row.created], ["adapter", row => row.name], ["what", row => row.event], ["where", row => row.replica_id], ["detail", detailOf]]],
+  audit: ["Management calls", "/v1/audit", "name", [["when", row => row.created], ["name", row => row.name], ["what", row => row.action], ["who", row => row.who], ["detail", detailOf]]],
   admin: ["Projects and keys", "/v1/organization/audit_logs", null, [["when", row => row.effective_at], ["project", row => row.project?.id], ["what", row => row.type], ["who", row => row.actor?.api_key?.id], ["detail", row => row[row.type]?.changes_requested]]],
 };
 const text = value => value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value);
@@ -20,7 +21,7 @@ export default function Activity({ query }) {
     <${Tabs} label="Kind" value=${tab} tabs=${tabs} onChange=${value => setQuery({ tab: value, name: "" })} />
     <${Card} flush title=${filter ? html`<${Search} label="Only this name" value=${name} onInput=${value => setQuery({ name: value })} />` : title}><${Problem} error=${first.error} />
       <${Table} label=${title} rows=${rows} columns=${columns.map(([word, read], at) => ({ title: word[0].toUpperCase() + word.slice(1), className: word === "detail" ? "wrap" : "",
-        cell: row => word === "when" ? html`<${Time} value=${read(row)} />` : at === 1 && tab === "events" ? html`<a href=${link(["adapters", read(row)])}>${read(row)}</a>` : word === "what" && text(read(row)).startsWith("failed") ? html`<span class="bad-text">${text(read(row))}</span>` : text(read(row)) }))}
+        cell: row => word === "when" ? html`<${Time} value=${read(row)} />` : at === 1 && tab === "events" ? html`<a href=${pageOf(row)}>${read(row)}</a>` : word === "what" && text(read(row)).startsWith("failed") ? html`<span class="bad-text">${text(read(row))}</span>` : text(read(row)) }))}
         empty=${first.data && html`<${Empty} title="Nothing yet">Loads, changes and deletions are listed here.</${Empty}>`} />
       ${last?.has_more && html`<div class="pager"><${Button} small onClick=${more}>Older</${Button}></div>`}</${Card}></${Page}>`;
 }

@@ -20,27 +20,13 @@ function List({ query }) {
   };
   const list = useRead(() => get("/v1/loras", { ...filter, limit: PAGE }), Object.values(filter));
   const recent = useRead(() => get("/v1/events", { limit: 200 }));
-  const over = useSignal(false);
   const change = values => setQuery({ offset: "", ...values });
-  const drop = async event => {
-    event.preventDefault();
-    over.value = false;
-    loadDialog("drop", await droppedFiles(event.dataTransfer));
-  };
-  useEffect(() => {
-    const hasFiles = event => event.dataTransfer?.types?.includes("Files");
-    const enter = event => { if (hasFiles(event)) { event.preventDefault(); over.value = true; } };
-    const leave = event => { if (!event.relatedTarget) over.value = false; };
-    addEventListener("dragover", enter); addEventListener("dragleave", leave); addEventListener("drop", drop);
-    return () => { removeEventListener("dragover", enter); removeEventListener("dragleave", leave); removeEventListener("drop", drop); };
-  }, []);
   const entries = list.data?.data ?? [], total = list.data?.total ?? 0;
   const isFiltered = filter.search || filter.state || filter.pinned;
   const pending = useful(recent.data?.data ?? [], entries);
   return html`<${Page} title="Adapters" lead="LoRA fine-tunes of the base model. Requests name one as their model."
     actions=${html`<${Button} icon="download" onClick=${() => exportCsv(filter)}>CSV</${Button}>
       <${Button} kind="primary" icon="plus" onClick=${() => loadDialog("source")}>Load adapter</${Button}>`}>
-    ${over.value && html`<div class="drop-veil"><div>Drop the PEFT folder to load it</div></div>`}
     ${pending.length > 0 && html`<${Card} title="Not served yet" flush aside="Loads under way and loads that failed"><${Table} label="Loads" rows=${pending} rowKey=${row => row.name} columns=${[
       { title: "Name", cell: row => html`<a href=${link(["adapters", row.name])}>${row.name}</a>` },
       { title: "State", cell: row => html`<${State} value=${row.state} />` },
@@ -63,7 +49,7 @@ function List({ query }) {
         { title: "", className: "end", cell: row => html`<a class="button small ghost" href=${link(["playground"], { c: "base:|adapter:" + row.id })}>Try</a>` },
       ]} empty=${list.isLoading && !list.data ? html`<p class="empty muted">Reading…</p>` : isFiltered
         ? html`<${Empty} title="No adapter matches" action=${html`<${Button} onClick=${() => setQuery({ search: "", state: "", pinned: "", offset: "" })}>Clear the filter</${Button}>`}>Names, descriptions and the beginning of digests are searched.</${Empty}>`
-        : html`<${Empty} title="No adapter yet" action=${html`<${Button} kind="primary" icon="plus" onClick=${() => loadDialog("source")}>Load adapter</${Button}>`}>Drop a PEFT folder anywhere on this page, or load one from a hub, a URL or a folder of the server.</${Empty}>`} />
+        : html`<${Empty} title="No adapter yet" action=${html`<${Button} kind="primary" icon="plus" onClick=${() => loadDialog("source")}>Load adapter</${Button}>`}>Drop a PEFT folder anywhere on this console, or load one from a hub, a URL or a folder of the server.</${Empty}>`} />
       ${total > 0 && html`<div class="pager"><span>${number(filter.offset + 1)}–${number(filter.offset + entries.length)} of ${total.toLocaleString("en-GB")}</span>
         <${Button} small disabled=${!filter.offset} onClick=${() => setQuery({ offset: Math.max(0, filter.offset - PAGE) || "" })}>Back</${Button}>
         <${Button} small disabled=${!list.data.has_more} onClick=${() => setQuery({ offset: filter.offset + PAGE })}>Next</${Button}>
@@ -157,7 +143,7 @@ function DropForm({ files }) {
   const peft = found.value;
   return html`<form onSubmit=${submit}>
     <div class=${`drop ${over.value ? "over" : ""}`} onDragOver=${event => { event.preventDefault(); over.value = true; }} onDragLeave=${() => { over.value = false; }}
-      onDrop=${async event => { event.preventDefault(); event.stopPropagation(); over.value = false; look(await droppedFiles(event.dataTransfer)); }}>
+      onDrop=${async event => { event.preventDefault(); over.value = false; look(await droppedFiles(event.dataTransfer)); }}>
       <${Icon} name="upload" size=${26} /><p>Drop a PEFT folder here: <code>adapter_config.json</code> and <code>adapter_model.safetensors</code></p>
       <div class="row center"><label class="button small">Choose files<input class="sr" type="file" multiple accept=".json,.safetensors" ref=${input} onChange=${event => look([...event.target.files])} /></label></div></div>
     ${peft && html`<ul class="checks" aria-label="Checks">${peft.checks.map(([kind, text]) => html`<li class=${kind}><${Icon} name=${kind === "ok" ? "check" : "warn"} /><span>${text}</span></li>`)}</ul>`}
@@ -200,15 +186,16 @@ function Adapter({ name, query }) {
   const pointing = (aliases.data ?? []).filter(each => Object.keys(each.targets).some(isThis));
   const reason = one.reason ?? one.job?.reason ?? (failures(events.data?.data ?? []).find(([each]) => each === name)?.[1]);
   const isServed = one.state === "LOADED" || one.state === "REGISTERED";
+  const isMissing = one.state === "FAILED" && one.generation == null;  // no load has succeeded: there is nothing to try or to unload
   const failed = one.state === "FAILED" || (one.job?.state === "FAILED") || Boolean(one.last_error);
   const reload = source => act("Loading has begun", () => api("POST", "/v1/loras", { body: { name, path: source } })).then(found.reload);
   const activity = one.activity;
   return html`<${Page} title=${name} crumbs=${crumbs} lead=${one.description}
-    actions=${html`<a class="button" href=${link(["playground"], { c: `base:|adapter:${name}` })}><${Icon} name="play" size=${16} />Compare with the base</a>
+    actions=${html`${!isMissing && html`<a class="button" href=${link(["playground"], { c: `base:|adapter:${name}` })}><${Icon} name="play" size=${16} />Compare with the base</a>`}
       ${may.operate.value && isServed && html`<${Button} icon="pin" onClick=${() => act(one.pinned ? "Unpinned" : "Pinned", () => api("PATCH", path, { body: { pinned: !one.pinned } })).then(found.reload)}>${one.pinned ? "Unpin" : "Pin"}</${Button}>`}
       ${isServed && html`<${Button} onClick=${() => openDialog(() => html`<${Describe} one=${one} path=${path} onDone=${found.reload} />`)}>Describe</${Button}>`}
       ${(one.source || one.job?.path) && html`<${Button} onClick=${() => reload(one.source || one.job.path)}>Load again</${Button}>`}
-      ${one.state !== "REMOVED" && html`<${Button} kind="quiet-danger" onClick=${() => confirmName({
+      ${one.state !== "REMOVED" && !isMissing && html`<${Button} kind="quiet-danger" onClick=${() => confirmName({
         title: `Unload ${name}`, name, submit: "Unload", done: `${name} was unloaded`,
         what: "New requests for it are refused. Running ones finish, then its memory is freed on every replica.",
         depends: async () => [...pointing.map(each => `alias ${each.id}`), ...(one.dependents ?? []).map(each => `combination ${each.name} of ${each.project_id}`),
@@ -280,13 +267,13 @@ function Lifecycle({ events, one }) {
     <${Button} small onClick=${() => act("It is served", () => api("POST", `/v1/loras/${encodeURIComponent(one.id)}/load`))}>Read it now</${Button}></p>`;
   const at = new Map(last.map(event => [event.event, event]));
   const begun = last[0]?.created;
-  const reached = STEPS.map(([event]) => at.has(event));
-  const furthest = reached.lastIndexOf(true);
+  const furthest = STEPS.findLastIndex(([event]) => at.has(event));
   const failed = at.get("failed");
+  const current = ["downloading", "validating"].includes(STEPS[furthest]?.[0]) ? furthest : furthest + 1;  // these two are recorded when they begin
   return html`<ol class="steps">${STEPS.map(([event, title], index) => {
     const found = at.get(event);
-    const kind = failed && index === furthest + 1 ? "failed" : found || index < furthest ? "done" : !failed && index === furthest + 1 && one.state !== "LOADED" ? "now" : "";
-    return html`<li class=${kind}><strong>${kind === "failed" ? "Failed" : title}</strong><span class="muted">${kind === "failed" ? html`<${Time} value=${failed.created} />`
+    const kind = failed && index === current ? "failed" : !failed && index === current && one.state !== "LOADED" ? "now" : found || index < furthest ? "done" : "";
+    return html`<li class=${kind} aria-current=${kind === "now" ? "step" : undefined}><strong>${title}</strong><span class=${kind === "failed" ? "bad-text" : "muted"}>${kind === "failed" ? html`failed <${Time} value=${failed.created} />`
       : found ? (index === 0 || found.created === begun ? html`<${Time} value=${found.created} />` : `after ${duration(found.created - begun)}`) : kind === "done" ? "not needed" : ""}</span></li>`;
   })}</ol>`;
 }

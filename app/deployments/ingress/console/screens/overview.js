@@ -114,9 +114,14 @@ const Memory = ({ now }) => {
   </${Card}>`;
 };
 
+/** The page about an event's name, and its detail in words. */
+export const pageOf = event => event.event.includes("alias") ? link(["aliases"]) : link(["adapters", event.name]);
+export const detailOf = ({ detail }) => detail == null || typeof detail === "string" ? detail
+  : detail.targets ? `version ${detail.version}: ${Object.entries(detail.targets).map(([name, weight]) => `${name} ${number(weight)}`).join(", ")}` : JSON.stringify(detail);
+
 const words = event => event.event === "routable" ? "is served" : event.event;
 export const EventList = ({ events }) => events.length ? html`<ul class="log">${events.map(event => html`<li key=${event.id}><${Time} value=${event.created} />
-  <div><a href=${event.event.includes("alias") ? link(["aliases"]) : link(["adapters", event.name])}>${event.name}</a>
+  <div><a href=${pageOf(event)}>${event.name}</a>
   ${" "}<span class=${event.event.startsWith("failed") ? "failed" : ""}>${words(event)}</span>${event.replica_id && html` <span class="muted">on ${event.replica_id}</span>`}
-  ${event.detail && html`<span class="detail">${typeof event.detail === "string" ? event.detail : JSON.stringify(event.detail)}</span>`}</div></li>`)}</ul>`
+  ${event.detail && html`<span class="detail">${detailOf(event)}</span>`}</div></li>`)}</ul>`
   : html`<${Empty} title="No events yet">Loads, moves between tiers and failures of adapters appear here.</${Empty}>`;

@@ -18,7 +18,7 @@ const parse = text => {
 const write = column => column.kind === "mix" ? `mix:${column.parts.map(part => `${part.name}*${part.weight}`).join(",")}` : column.kind === "base" ? "base:" : `adapter:${column.name}`;
 
 export default function Playground({ query }) {
-  useEffect(() => { loadNames(); }, [session.value?.key_id]);
+  useEffect(() => { loadNames(inferenceKey.value); }, [session.value?.key_id, inferenceKey.value]);
   const columns = (query.get("c") ?? "base:|adapter:").split("|").filter(Boolean).slice(0, 4).map(parse);
   const answers = useSignal({}), running = useRef(null), busy = useSignal(false);
   const change = list => setQuery({ c: list.map(write).join("|") });
@@ -59,7 +59,8 @@ export default function Playground({ query }) {
 
 const KeyCard = () => {
   const text = useSignal("");
-  return html`<${Card} title="A key that may run models"><p class="muted">This key manages the service; only a project's key runs models. Enter one for this page: it stays in memory.</p>
+  return html`<${Card} title="A key that may run models"><p class="muted">This key manages the service; only a project's key runs models. Enter one for this page: it stays in memory.
+      ${may.administer.value && html` <a href="#/projects">Projects and keys</a> makes one.`}</p>
     <form class="row end" onSubmit=${event => { event.preventDefault(); inferenceKey.value = text.value.trim(); }}><div class="grow"><${Field} label="Project's API key" type="password" autocomplete="off" value=${text.value} onInput=${value => { text.value = value; }} /></div>
     <button class="button primary" disabled=${!text.value}>Use it here</button></form></${Card}>`;
 };

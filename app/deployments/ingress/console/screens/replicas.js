@@ -17,8 +17,8 @@ export default function Replicas() {
       { title: "Running", num: true, cell: row => number(row.stats?.num_running ?? row.num_requests) }, { title: "Waiting", num: true, cell: row => number(row.stats?.num_waiting) },
       { title: "KV blocks", cell: row => row.stats?.num_blocks ? html`<${Meter} label="used" value=${row.stats.num_blocks - row.stats.num_blocks_free} max=${row.stats.num_blocks} text=${percent(1 - row.stats.num_blocks_free / row.stats.num_blocks)} />` : "–" },
       { title: "Rank rows", cell: row => row.num_rank_rows && row.stats?.num_rank_rows_free != null ? html`<${Meter} label="used" value=${row.num_rank_rows - row.stats.num_rank_rows_free} max=${row.num_rank_rows} text=${percent(1 - row.stats.num_rank_rows_free / row.num_rank_rows)} />` : "–" },
-      { title: "Adapters on it", num: true, cell: row => number(row.stats?.residents) }, { title: "assigned", num: true, cell: row => number(row.num_assigned) },
-      { title: "Adapter found", num: true, cell: row => { const s = row.stats ?? {}, asked = (s.num_adapter_hits ?? 0) + (s.num_adapter_misses ?? 0); return asked ? percent(s.num_adapter_hits / asked) : "–"; } },
+      { title: "Adapters held", num: true, cell: row => number(row.stats?.residents) }, { title: "Assigned", num: true, cell: row => number(row.num_assigned) },
+      { title: "Found on it", num: true, cell: row => { const s = row.stats ?? {}, asked = (s.num_adapter_hits ?? 0) + (s.num_adapter_misses ?? 0); return asked ? percent(s.num_adapter_hits / asked) : "–"; } },
       { title: "Memory", num: true, cell: row => row.stats?.memory_bytes ? bytes(row.stats.memory_bytes) : "–" },
       { title: "", cell: row => row.state !== "draining" && html`<${Button} small kind="quiet-danger" onClick=${() => drain(row, rows)}>Drain</${Button}>` }]} empty=${html`<${Empty} title="No replica">The first request or the autoscaler starts one.</${Empty}>`} /></${Card}>
     <${Timeline} decisions=${decisions} samples=${samples} isKnown=${now.scaling_decisions != null} /></${Page}>`;

@@ -8,7 +8,7 @@ export default function Settings() {
   const rows = (settings.data?.data ?? []).filter(row => !search.value || row.id.includes(search.value.toLowerCase()) || row.description.toLowerCase().includes(search.value.toLowerCase()));
   const changed = rows.filter(row => row.is_set), rest = rows.filter(row => !row.is_set);
   return html`<${Page} title="Settings" lead="This page's preferences, and what the service runs with.">
-    <div class="grid"><${Card} title="This page"><div class="stack tight"><${Select} label="Theme" value=${theme.value} onChange=${value => { theme.value = value; }} options=${[["auto", "as the system"], ["light", "light"], ["dark", "dark"]]} />
+    <div class="grid"><${Card} title="This page"><div class="stack tight selects"><${Select} label="Theme" value=${theme.value} onChange=${value => { theme.value = value; }} options=${[["auto", "as the system"], ["light", "light"], ["dark", "dark"]]} />
         <${Select} label="Times" value=${zone.value} onChange=${value => { zone.value = value; }} options=${[["local", "local"], ["utc", "UTC"]]} /></div></${Card}>
       <${Card} title="The service"><${Facts} items=${[["Version", release.data?.version], ["Base model", session.value.model], ["Address", html`<code>${address}</code>`], ["Placement policy", overview.value?.policy ?? "–"]]} />
         <p class="muted">On the server, <code>polylora doctor</code> checks the machine and its configuration. <a href=${`${address}/openapi.json`}>openapi.json</a> describes every route.</p></${Card}></div>
