@@ -21,6 +21,7 @@ from app.cli.preflight import (
     check_device,
     check_folders,
     check_model,
+    check_open_files,
     check_port,
     check_preloaded,
     integer_form,
@@ -33,6 +34,7 @@ from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.linear_modules import paged_modules
 from app.engine.models.memory_estimate import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.spec import ModelSpec
+from app.machine_memory import available_bytes, memory_limit_bytes
 from app.version import version
 
 _GIB = 1 << 30
@@ -59,15 +61,7 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
     Raises ConfigError, with the same lines, if there is no room for what an engine takes at start. KV cache and rank
     rows are taken as they are used.
     """
-    engine = settings.engine
-    blocks, rows = engine.num_kv_blocks, engine.lora_pool_rows
-    kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
-    kv = {} if spec.encoder else {kv_name: blocks * kv_block_bytes(spec, engine.block_size, _FLOAT32)}
-    at_start = {
-        "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
-        "the process itself": PROCESS_BYTES,
-    }
-    as_used = {**kv, f"rank rows: engine.lora_pool_rows {rows}": rows * rank_row_bytes(spec, _FLOAT32)}
+    at_start, as_used = _start_bytes(spec), _used_bytes(spec, settings)
     start_bytes = sum(at_start.values())
     total = start_bytes + sum(as_used.values())
     fits = available_bytes // total
@@ -105,6 +99,21 @@ def adapter_lines(spec: ModelSpec, settings: AppConfig) -> list[str]:
             + "; half as many in float32"
         )
     return lines
+
+
+def limit_line(spec: ModelSpec, settings: AppConfig, limit_bytes: int | None) -> str | None:
+    """A sentence if one CPU engine and the host cache may exceed the limit of this container; or None."""
+    if limit_bytes is None or not isinstance(settings.engine.device, CpuConfig):
+        return None
+    engine = _start_bytes(spec) | _used_bytes(spec, settings)
+    wanted = sum(engine.values()) + settings.adapters.host_cache_bytes
+    if wanted <= limit_bytes:
+        return None
+    return (
+        f"the memory limit here is {_size(limit_bytes)}, and one engine and the host cache take up to {_size(wanted)}: "
+        "the kernel would end the engine. Raise the limit, or lower engine.num_kv_blocks, engine.lora_pool_rows or "
+        "adapters.host_cache_bytes; `polylora doctor` lists them"
+    )
 
 
 def sandbox_lines() -> list[str]:
@@ -152,6 +161,9 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
         check_preloaded(settings)
         return f"{len(settings.adapters.preload)} to preload exist"
 
+    def open_files() -> str:
+        return check_open_files(os.environ) or "enough for HAProxy's connections"
+
     def port() -> str:
         host, number = address
         check_port(host, number, "is a service running already (polylora status)? Or choose another port")
@@ -161,6 +173,7 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
         "engine": engine,
         "folders": folders,
         "adapters": adapters,
+        "open files": open_files,
         "port": port,
         "model": lambda: _model(settings),
     }
@@ -183,7 +196,25 @@ def _model(settings: AppConfig) -> str:
     if not isinstance(settings.engine.device, CpuConfig):
         fits = f"{spec.name} is readable{_on_devices(spec, settings)}; whether it fits shows when the engine starts"
         return _INDENT.join([fits, *adapter_lines(spec, settings)])
-    return _INDENT.join([*memory_lines(spec, settings, _available_bytes()), *adapter_lines(spec, settings)])
+    limit = limit_line(spec, settings, memory_limit_bytes())
+    lines = memory_lines(spec, settings, available_bytes()) + ([limit] if limit else [])
+    return _INDENT.join([*lines, *adapter_lines(spec, settings)])
+
+
+def _start_bytes(spec: ModelSpec) -> dict[str, int]:
+    """What a CPU engine takes at its start, by purpose."""
+    return {
+        "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
+        "the process itself": PROCESS_BYTES,
+    }
+
+
+def _used_bytes(spec: ModelSpec, settings: AppConfig) -> dict[str, int]:
+    """What it takes at most as it is used, by purpose."""
+    engine, blocks, rows = settings.engine, settings.engine.num_kv_blocks, settings.engine.lora_pool_rows
+    kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
+    kv = {} if spec.encoder else {kv_name: blocks * kv_block_bytes(spec, engine.block_size, _FLOAT32)}
+    return {**kv, f"rank rows: engine.lora_pool_rows {rows}": rows * rank_row_bytes(spec, _FLOAT32)}
 
 
 def _on_devices(spec: ModelSpec, settings: AppConfig) -> str:
@@ -198,15 +229,6 @@ def _on_devices(spec: ModelSpec, settings: AppConfig) -> str:
         f"{_size(settings.engine.lora_pool_rows * rank_row_bytes(spec, value_bytes) // shares)} of adapter slots"
     )
     return f": about {' and '.join(parts)} on each device"
-
-
-def _available_bytes() -> int:
-    """Memory available to programs on Linux; elsewhere the machine's total."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
 
 
 def _next_power_of_two(number: int) -> int:

@@ -19,6 +19,7 @@ What changes, and why:
   networks, separated by commas). With Ray's template a client could forge the address in the audit log.
 - Its log has no queries, and no API keys, percent-encoded or not, in paths or in `X-Request-ID`, which Serve echoes
   and logs.
+- It holds no more connections than the files allow that it may open. HAProxy would end at its start instead.
 - Its control socket is accessible to its own user only, not to every user of the machine.
 - A client may not hold connections for long without a request (`_CLIENT_TIMEOUTS`), and an address may not hold most
   of them (`_connection_rules`). Ray's file lets anyone keep all of them silently for an hour. The beginning of a body,
@@ -45,7 +46,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.cli.haproxy_supervisor import Supervisor, socket_of
-from app.cli.ray_env import MAX_HEAD_BYTES
+from app.cli.ray_env import MAX_HEAD_BYTES, connections_for_files, max_open_files
 from app.config import HTTP_HOST, INFERENCE_PATHS, PROXY_HEADERS
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
@@ -155,7 +156,7 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
         else:
             changed.append(section)
     has_app = any(re.match(r"\s*use_backend ", line) for section in changed for line in section)
-    _change(changed, "global", lambda lines: [line.replace(" mode 666 ", " mode 600 ") for line in lines])
+    _change(changed, "global", _global)
     _change(changed, "defaults", lambda lines: _defaults(lines, errors))
     servers = [f"{section[0].split()[1]}/{name}" for section in changed for name in _ingresses(section)]
     trusted = environ.get(TRUSTED_PROXIES, "")
@@ -226,6 +227,14 @@ def _change(sections: list[_Section], name: str, change: Callable[[_Section], _S
     if len(found) != 1:
         raise UnknownConfiguration(f"Ray's HAProxy configuration has {len(found)} sections {name!r}; one was expected")
     sections[found[0]] = change(sections[found[0]])
+
+
+def _global(lines: Sequence[str]) -> _Section:
+    fits = connections_for_files(max_open_files())
+    private = [line.replace(" mode 666 ", " mode 600 ") for line in lines]
+    return [
+        re.sub(r"^(\s*maxconn )(\d+)$", lambda found: f"{found[1]}{min(int(found[2]), fits)}", line) for line in private
+    ]
 
 
 def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:

@@ -132,16 +132,21 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _serve(arguments: argparse.Namespace) -> int:
     from app.cli.config_file import read_settings
+    from app.cli.doctor import limit_line
     from app.cli.preflight import check_cache, check_model, fetch_embedder
     from app.cli.serve import serve_until_stopped
     from app.engine.models.download.model_download import resolve_model
+    from app.machine_memory import memory_limit_bytes
 
     settings = read_settings(arguments.config)
     check_cache()
     with ProgressLine(sys.stderr) as line:
         path = resolve_model(settings.model.uri, progress=line.show)
         fetch_embedder(settings, line.show)
-    is_encoder = check_model(settings, path).encoder is not None
+    spec = check_model(settings, path)
+    if warning := limit_line(spec, settings, memory_limit_bytes()):
+        print(f"polylora: {warning}", file=sys.stderr, flush=True)
+    is_encoder = spec.encoder is not None
     return serve_until_stopped(
         arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard, is_encoder=is_encoder
     )

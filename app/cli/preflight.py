@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.cli.ray_env import HA_PROXY_PORTS
+from app.cli.ray_env import (
+    DEFAULT_MAX_CONNECTIONS,
+    HA_PROXY_PORTS,
+    MAX_CONNECTIONS,
+    connections_for_files,
+    files_for_connections,
+    max_open_files,
+)
 from app.config import AppConfig
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError, PolyloraError, SourceError
@@ -27,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 #: Variables that provide Ray's token; otherwise it is created in the home directory.
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+#: With two ingresses and two engines the raylet has 100 open files and an idle ingress 76; each connection is one more.
+MIN_OPEN_FILES = 512
 
 
 def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
@@ -123,6 +133,29 @@ def check_ha_proxy_ports(environ: Mapping[str, str]) -> None:
     for name, what in HA_PROXY_PORTS:
         if name in environ:
             check_port("127.0.0.1", int(environ[name]), f"{what} would be there; set {name} to another")
+
+
+def check_open_files(environ: Mapping[str, str]) -> str | None:
+    """A sentence if HAProxy holds fewer connections than by default, because it may open too few files; or None.
+
+    Raises ConfigError if they are too few for the connections that are configured, or for Ray.
+    """
+    files, configured = max_open_files(), environ.get(MAX_CONNECTIONS)
+    fits, wanted = connections_for_files(files), int(configured or DEFAULT_MAX_CONNECTIONS)
+    raise_it = "raise the hard limit (`ulimit -Hn`, LimitNOFILE=, `docker run --ulimit nofile=`)"
+    if files < MIN_OPEN_FILES:
+        raise ConfigError(f"a process may open {files} files here and Ray needs {MIN_OPEN_FILES}; {raise_it}")
+    if wanted <= fits:
+        return None
+    if configured:
+        raise ConfigError(
+            f"{MAX_CONNECTIONS} is {wanted}, for which HAProxy opens {files_for_connections(wanted)} files, and a "
+            f"process may open {files} here; {raise_it}, or set {MAX_CONNECTIONS} to at most {fits}"
+        )
+    return (
+        f"HAProxy holds {fits} connections instead of {wanted}, because a process may open {files} files here; "
+        f"{raise_it} to {files_for_connections(wanted)}"
+    )
 
 
 def check_port(host: str, port: int, way_out: str) -> None:

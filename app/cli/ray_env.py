@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -23,6 +24,11 @@ HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 #: HAProxy's buffers, two for each connection that waits or sends, and the longest head of a request that is passed on.
 #: A longer one gets a 431 as long as it fits into a buffer.
 HA_PROXY_BUFFER_BYTES, MAX_HEAD_BYTES = 64 << 10, 32 << 10
+
+#: The variable of Ray for the connections that HAProxy holds at a time, and Ray's default.
+MAX_CONNECTIONS, DEFAULT_MAX_CONNECTIONS = "RAY_SERVE_HAPROXY_MAXCONN", 4096
+#: Open files of HAProxy besides two for each connection: what listens, pipes, one for each ingress that it checks.
+_HA_PROXY_FILES_BESIDES = 128
 
 #: (variable, value, purpose)
 RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
@@ -109,6 +115,22 @@ def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
     for name, value in ha_proxy_places().items():
         environ.setdefault(name, value)
     return True
+
+
+def max_open_files() -> int:
+    """How many files a process may open once it has raised its own limit, as Ray and HAProxy do."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def files_for_connections(max_connections: int) -> int:
+    """The open files that HAProxy needs for so many connections: it ends at its start if it may not open them."""
+    return 2 * max_connections + _HA_PROXY_FILES_BESIDES
+
+
+def connections_for_files(max_files: int) -> int:
+    """The inverse of `files_for_connections`."""
+    return max((max_files - _HA_PROXY_FILES_BESIDES) // 2, 0)
 
 
 def user_folder() -> Path:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.admin_key import OPEN_NOTICE, check_exposure, is_open, keep_digests
 from app.cli.config_file import IMPORT_PATH, address_in, bases_of, read_document
-from app.cli.preflight import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
+from app.cli.preflight import (
+    check_device,
+    check_folders,
+    check_ha_proxy_ports,
+    check_open_files,
+    check_port,
+    check_preloaded,
+)
 from app.cli.ray_env import ha_proxy_folder, set_ray_switches
 from app.cli.startup import (
     ReplicaWatch,
@@ -35,6 +42,7 @@ from app.cli.startup import (
 from app.config import HTTP_HOST, AppConfig
 from app.deployments.placement.replica_choice import make_policy
 from app.logging import LogEvent, start_log
+from app.machine_memory import hidden_limit_bytes
 from app.private_folder import UMASK
 
 if TYPE_CHECKING:  # Ray is imported when its switches are set
@@ -45,6 +53,8 @@ logger = logging.getLogger(__name__)
 #: How often lost replicas are looked for; one that is back sooner goes unnoticed. Each look takes about 18 ms of CPU,
 #: here and in Serve's controller, which engines on this machine could use.
 LOOK_INTERVAL_S = 5.0
+#: The part of the memory that Ray's object store has, by Ray's default.
+OBJECT_STORE_SHARE = 0.3
 
 
 def serve_until_stopped(
@@ -76,6 +86,8 @@ def serve_until_stopped(
         _say("HAProxy is not available; Serve's own proxy takes more CPU per token")
     elif not is_joined:
         check_ha_proxy_ports(os.environ)
+        if fewer_connections := check_open_files(os.environ):
+            _say(fewer_connections)
         os.environ[HTTP_HOST] = host
         document["http_options"]["host"] = "127.0.0.1"  # Serve's own; HAProxy alone listens on `host`
     schema = _schema(document, config_path)
@@ -128,6 +140,8 @@ def _start_ray(dashboard: bool) -> None:
         return
     # Inherited, because prestarted workers can only be used without a runtime environment.
     os.environ["PYTHONPATH"] = python_path
+    if (limit := hidden_limit_bytes()) is not None:
+        quiet["object_store_memory"] = int(OBJECT_STORE_SHARE * limit)
     for is_last in (False, True):
         try:
             context = ray.init(**quiet, include_dashboard=dashboard)

@@ -7,12 +7,13 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import pytest_asyncio
 
 from app.cli.haproxy import UnknownConfiguration, error_answer, haproxy_binary, rewritten
 from app.cli.haproxy_supervisor import Supervisor
-from app.cli.ray_env import HA_PROXY_SWITCHES, MAX_HEAD_BYTES, ha_proxy_places, has_ha_proxy
+from app.cli.ray_env import HA_PROXY_SWITCHES, MAX_HEAD_BYTES, connections_for_files, ha_proxy_places, has_ha_proxy
 from load_tests.service import free_port
 
 pytestmark = pytest.mark.skipif(not has_ha_proxy(), reason="Ray's HAProxy is for Linux only")
@@ -116,12 +117,14 @@ async def haproxy(
     environment: dict[str, str] | None = None,
     port: int | None = None,
     takes_over: Door | None = None,
+    max_files: int | None = None,
 ) -> AsyncIterator[Door]:
     port = port or free_port()
     path = write(port, *ingress_ports)
     takeover = () if takes_over is None else ("-sf", str(takes_over.process.pid), "-x", str(path.parent / "admin.sock"))
+    limited = () if max_files is None else ("sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "app.cli.haproxy", "-db", "-f", str(path), "-dR", *takeover),
+        *(*limited, sys.executable, "-m", "app.cli.haproxy", "-db", "-f", str(path), "-dR", *takeover),
         env=os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": sys.executable} | (environment or {}),
         stderr=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
@@ -343,6 +346,30 @@ async def test_the_last_connections_are_for_addresses_that_have_few(write: Write
         assert 340 <= sum(each is not None for each in held) <= 360
         for path in ("/livez", "/health", "/v1/models"):
             assert await answer_from("127.0.0.9", door, path) == 200
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process may open some thousand files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+async def test_with_few_open_files_it_holds_fewer_connections_and_serves(write: Write, clients: Clients) -> None:
+    async with ingress(ok) as port, haproxy(write, port, max_files=1024) as door:
+        reader, writer = await asyncio.open_unix_connection(write.folder / "admin.sock")
+        writer.write(b"show info\n")
+        maxima = dict(re.findall(r"^(Maxconn|Ulimit-n): (\d+)", (await reader.read()).decode(), re.MULTILINE))
+        writer.close()
+        assert int(maxima["Maxconn"]) == connections_for_files(1024)
+        assert int(maxima["Ulimit-n"]) <= 1024
+        # Idle connections, as many as would fill all places several times.
+        await asyncio.gather(*(clients.open(f"127.0.1.{1 + n % 8}", door.port) for n in range(2000)))
+        for path in ("/livez", "/health", "/v1/models"):
+            assert await answer_from("127.0.0.9", door.port, path) == 200
 
 
 async def test_an_answer_may_take_longer_than_a_client(write: Write) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.preflight import check_folders, check_port, check_preloaded
+from app.cli import preflight
+from app.cli.preflight import check_folders, check_open_files, check_port, check_preloaded
 from app.config import AppConfig, load_config
 from app.engine.errors import ConfigError
 
@@ -95,3 +96,32 @@ def test_an_adapter_that_is_not_there_is_named_before_anything_starts(settings: 
     adapters = settings.adapters.model_dump(exclude={"signing"}) | {"preload": preload}
     with pytest.raises(ConfigError, match=rf"^adapters.preload: 'there': .*{re.escape(os.path.basename(path))}"):
         check_preloaded(load_config({"adapters": adapters}, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("max_files", "configured", "says", "is_refused"),
+    [
+        (8320, {}, None, False),
+        (8319, {}, "holds 4095 connections instead of 4096, .* 8319 files .* to 8320", False),
+        (1024, {}, r"holds 448 connections .* \(`ulimit -Hn`, LimitNOFILE=.* to 8320", False),
+        (1024, {"RAY_SERVE_HAPROXY_MAXCONN": "448"}, None, False),
+        (
+            1024,
+            {"RAY_SERVE_HAPROXY_MAXCONN": "449"},
+            "449, for which HAProxy opens 1026 files, .* to at most 448",
+            True,
+        ),
+        (511, {}, "may open 511 files here and Ray needs 512", True),
+    ],
+)
+def test_too_few_open_files_are_fewer_connections_or_no_start(
+    monkeypatch: pytest.MonkeyPatch, max_files: int, configured: dict[str, str], says: str | None, is_refused: bool
+) -> None:
+    monkeypatch.setattr(preflight, "max_open_files", lambda: max_files)
+    if is_refused:
+        with pytest.raises(ConfigError, match=says):
+            check_open_files(configured)
+    elif says is None:
+        assert check_open_files(configured) is None
+    else:
+        assert re.search(says, check_open_files(configured) or "")

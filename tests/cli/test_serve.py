@@ -139,6 +139,16 @@ def test_a_ray_of_our_own_has_a_dashboard_when_asked(
     assert os.environ["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/elsewhere"
 
 
+@pytest.mark.parametrize("limit", [None, 10 << 30])
+def test_the_object_store_is_sized_by_a_limit_that_ray_does_not_see(
+    ray_inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    monkeypatch.setattr(serving, "hidden_limit_bytes", lambda: limit)
+    serving._start_ray(dashboard=False)
+    (options,) = ray_inits
+    assert options.get("object_store_memory") == (3 << 30 if limit else None)
+
+
 @pytest.mark.parametrize(
     ("num_failures", "message", "num_tries"), [(1, "timed out", 2), (2, "timed out", 2), (1, "no", 1)]
 )

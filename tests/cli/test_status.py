@@ -20,7 +20,7 @@ import pytest
 from app.cli import doctor
 from app.cli import status as status_command
 from app.cli.config_file import read_settings
-from app.cli.doctor import adapter_lines, memory_lines
+from app.cli.doctor import adapter_lines, limit_line, memory_lines
 from app.cli.main import main
 from app.cli.ray_env import ONE_MACHINE_SWITCHES
 from app.cli.status import ray_lines, status_lines
@@ -189,6 +189,20 @@ def test_what_an_engine_takes_of_memory() -> None:
     assert "room for 1 such engine" in memory_lines(spec, large, 4 << 30)[-1]
     with pytest.raises(ConfigError, match=r"(?s)room for 0 such engines\n +lower engine.num_kv_blocks"):
         memory_lines(spec, settings, 0)
+
+
+def test_an_engine_that_may_exceed_the_container_s_limit_is_announced() -> None:
+    settings = {"engine": {"num_kv_blocks": 64, "lora_pool_rows": 32}, "adapters": {"host_cache_bytes": 1 << 30}}
+    spec, config = fake_spec(), AppConfig.model_validate(settings)
+    needed = _total(memory_lines(spec, config, 10 << 30)) + (1 << 30)
+    assert limit_line(spec, config, needed + (10 << 20)) is None
+    assert limit_line(spec, config, None) is None
+    said = limit_line(spec, config, needed - (100 << 20))
+    assert said is not None
+    assert f"take up to {needed / (1 << 30):.2f} GiB: the kernel would end the engine" in said
+    assert f"the memory limit here is {(needed - (100 << 20)) / (1 << 30):.2f} GiB" in said
+    elsewhere = AppConfig.model_validate(settings | {"engine": {"cuda": {}}})
+    assert limit_line(spec, elsewhere, 1 << 20) is None, "only the CPU engine's memory is computed"
 
 
 @pytest.mark.parametrize("targets", [DENSE_TARGETS, ("q_proj", "v_proj")])
