@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from app.kernels.bf16_matmul import self_test
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul import cpu, int8, pack_weights
@@ -26,6 +27,14 @@ _BATCHES = (*range(1, 20), 32, 50)
 @jit
 def _multiply(x, w, out):  # type: ignore[no-untyped-def]
     int8.multiply_any_panels(x, w, 0, out.shape[1] // 16, out, False, cpu.NO_FETCH)
+
+
+def _rounded_products(generator: np.random.Generator) -> Iterator[Floats]:
+    w = self_test.packed(normal(generator, _WIDTH, _DEPTH), self_test.machine_forms()[0], max(_BATCHES))
+    for num_rows in _BATCHES:
+        out = np.zeros((num_rows, _WIDTH), np.float32)
+        self_test.multiply_once(normal(generator, num_rows, _DEPTH), w, out, accumulate=False)
+        yield out
 
 
 def _products(generator: np.random.Generator, *, quantised: bool) -> Iterator[Floats]:
@@ -69,6 +78,7 @@ def digests() -> str:
     results = {
         "float32 products": _products(np.random.default_rng(1), quantised=False),
         "8-bit products": _products(np.random.default_rng(2), quantised=True),
+        "products in bfloat16": _rounded_products(np.random.default_rng(5)),
         "LoRA deltas": _deltas(np.random.default_rng(3)),
         "attention": _attended(np.random.default_rng(4)),
     }

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from app.kernels.bf16_matmul import cpu as bf16_matmul
+from app.kernels.bf16_matmul.reference import to_bfloat16
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul import cpu, int8, pack_weights, reference
 from app.kernels.matmul.int8 import GROUP
@@ -107,15 +109,19 @@ def test_only_its_own_columns_of_a_stack_are_written() -> None:
         pack_weights.quantise(w), 20))  # fmt: skip
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("storage", ["float32", "int8", "bfloat16"])
 @pytest.mark.parametrize("depth", [5, GROUP, 2 * GROUP + 9])
-def test_an_embedding_is_read_from_the_heads_columns(in_bytes: bool, depth: int) -> None:
+def test_an_embedding_is_read_from_the_heads_columns(storage: str, depth: int) -> None:
     """Or from a table of its own; tokens in any order, more than once, and none."""
     generator, vocab = rng(), 45
     w, team = normal(generator, vocab, depth), ThreadTeam(3)
-    head = pack_weights.empty_stack(1, vocab, depth, quantised=in_bytes)
-    pack_weights.store(team, head, 0, 0, w)
+    head: Any = pack_weights.empty_stack(1, vocab, depth, quantised=storage == "int8")
     columns = w
+    if storage == "bfloat16":
+        head, columns = bf16_matmul.empty_panels(1, vocab, depth), to_bfloat16(w)
+        bf16_matmul.pack(team, w, head, 0, 0)
+    else:
+        pack_weights.store(team, head, 0, 0, w)
     if isinstance(head, int8.Int8Panels):
         columns = read_back(int8.Int8Panels._make(part[0] for part in head), vocab)
     none = np.empty((0, depth), np.float32)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
-from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, prepare_rows
+from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, piece_size, prepare_rows
 from app.kernels.norms.cpu import NORM_ROWS, gather_normed, normalise_row, rms_norm
 from app.kernels.rotary.cpu import rotate_and_store, rotate_and_store_token
 
@@ -352,7 +352,7 @@ def head_with_extras(team, phase, x, w, tables, runs, inputs, logits):
     """
     phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w), 0
-    size = panels_per_piece(x.shape[0], num_panels)
+    size = piece_size(w, x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
     index = claim_piece(team, phase)
     while index < num_pieces:

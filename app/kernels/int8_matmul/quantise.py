@@ -7,19 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from app.kernels.machine.jit import jit
+from app.kernels.machine.row_groups import round_group
 from app.kernels.machine.simd import GROUP
-from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.machine.vectors import FLOAT, INT, INTS, LANES, VECTOR, WORD, across, load, spread, tree
 
 _MAX_LEVEL, _SMALLEST = np.float32(127), np.float32(1e-30)
 #: float32 without its sign; the bits of infinity, above which are NaNs.
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
-#: Values that a thread quantises at a time: some microseconds.
-_VALUES_PER_PIECE = 4096
 
 
 class QuantisedRows(NamedTuple):
@@ -94,34 +91,15 @@ def _round(builder: Any, x: Any) -> Any:
     return builder.call(function, [x])
 
 
-@jit
-def _quantise_row(x, t, num_rows, rows):
-    """rows = the groups of x, float32 [K], row t of num_rows."""
-    depth = x.shape[0]
-    padded = np.empty(GROUP, np.float32)
-    for group in range(-(-depth // GROUP)):
-        first, place = group * GROUP, group * num_rows + t
-        at = x.ctypes.data + first * 4
-        if first + GROUP > depth:
-            for i in range(GROUP):
-                padded[i] = x[first + i] if first + i < depth else np.float32(0.0)
-            at = padded.ctypes.data
+@overload(round_group)
+def _round_group(rows, x, place):
+    if not (isinstance(rows, types.BaseNamedTuple) and rows.instance_class is QuantisedRows):
+        return None
+
+    def quantise(rows, x, place):
         _quantise_group(
-            at, rows.levels.ctypes.data + place * GROUP, rows.scales.ctypes.data + place * 4,
+            x, rows.levels.ctypes.data + place * GROUP, rows.scales.ctypes.data + place * 4,
             rows.sums.ctypes.data + place * 4,
         )  # fmt: skip
 
-
-@jit
-def quantise_rows(team, phase, x, rows):
-    """rows = the quantised x [T, K], float32 with contiguous rows. One phase."""
-    (num_rows, depth), done = x.shape, 0
-    size = max(_VALUES_PER_PIECE // max(depth, 1), 1)
-    num_pieces = -(-num_rows // size)
-    index = claim_piece(team, phase)
-    while index < num_pieces:
-        for t in range(index * size, min((index + 1) * size, num_rows)):
-            _quantise_row(x[t], t, num_rows, rows)
-        done += 1
-        index = claim_piece(team, phase)
-    return finish_phase(team, phase, num_pieces, done)
+    return quantise

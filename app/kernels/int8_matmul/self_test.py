@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from app.kernels.int8_matmul.cpu import multiply_dot_panels
 from app.kernels.int8_matmul.pack_dot import pack_dot
-from app.kernels.int8_matmul.quantise import new_rows, quantise_rows
+from app.kernels.int8_matmul.quantise import new_rows
 from app.kernels.int8_matmul.reference import int8_matmul
 from app.kernels.int8_matmul.tiles import PANEL
 from app.kernels.machine.jit import has_feature, jit
+from app.kernels.machine.row_groups import round_rows
 from app.kernels.machine.simd import GROUP
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.int8 import Int8Panels
@@ -78,6 +79,6 @@ def _panels(columns: NDArray[Any]) -> NDArray[Any]:
 @jit
 def multiply_part(team, phase, x, low, high, w, first, end, out, accumulate):
     """out (+)= rows low to high of x @ panels first to end of w, on one thread. One phase."""
-    phase = quantise_rows(team, phase, x, w.rows)
+    phase = round_rows(team, phase, x, w.rows)
     multiply_dot_panels(w.rows, low, x.shape[0], w, first, end, out[low:high], accumulate)
     return phase

@@ -16,8 +16,8 @@ from app.kernels.activation.cpu import activate
 from app.kernels.extra_weights.cpu import ExtraTables, change_columns, restore_rows, save_rows
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
-from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
-from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, prepare_rows
+from app.kernels.matmul.cpu import NO_FETCH, PANEL
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, piece_size, prepare_rows
 from app.kernels.sgmv.cpu import expand_panels
 from app.kernels.sgmv.prefetch import MOST_BLOCKS, list_fetch, shrink_ranges
 
@@ -51,9 +51,9 @@ def _fill(out, bias, first, end, accumulate):
 
 
 @jit
-def _panels_per_piece(num_rows, num_panels, runs):
-    """`panels_per_piece`, with more panels for adapters: their rows are read fastest in long pieces."""
-    size = panels_per_piece(num_rows, num_panels)
+def _panels_per_piece(w, num_rows, num_panels, runs):
+    """`piece_size`, with more panels for adapters: their rows are read fastest in long pieces."""
+    size = piece_size(w, num_rows, num_panels)
     return max(size, _ADAPTED_PANELS) if runs.shape[0] > 0 else size
 
 
@@ -66,7 +66,7 @@ def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras
     phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w), 0
     has_extras = extras.runs.shape[0] > 0
-    size = _panels_per_piece(x.shape[0], num_panels, runs)
+    size = _panels_per_piece(w, x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
@@ -108,7 +108,7 @@ def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, 
     phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w) // 2, 0
     width = num_panels * PANEL
-    size = _panels_per_piece(2 * x.shape[0], num_panels, runs)
+    size = _panels_per_piece(w, 2 * x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH

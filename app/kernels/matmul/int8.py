@@ -18,9 +18,10 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from app.kernels.bf16_matmul.cpu import bf16_panels_per_piece, is_bf16, multiply_bf16_panels
 from app.kernels.int8_matmul.cpu import DotPanels, is_dot, level_of, multiply_dot_panels
-from app.kernels.int8_matmul.quantise import quantise_rows
 from app.kernels.machine.jit import jit
+from app.kernels.machine.row_groups import round_rows
 from app.kernels.machine.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
 from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import (
@@ -132,6 +133,9 @@ def layer_panels(stack, layer):
 def _layer_panels(stack, layer):
     if isinstance(stack, types.Array):
         return lambda stack, layer: stack[layer]
+    if is_bf16(stack):
+        pairs = stack.instance_class
+        return lambda stack, layer: pairs(stack.pairs[layer], stack.rows)
     if is_dot(stack):
         panels = stack.instance_class
         return lambda stack, layer: panels(stack.levels[layer], stack.scales[layer], stack.offsets[layer], stack.rows)
@@ -147,20 +151,34 @@ def num_panels_of(w):
 def _num_panels_of(w):
     if isinstance(w, types.Array):
         return lambda w: w.shape[0]
+    if is_bf16(w):
+        return lambda w: w.pairs.shape[0]
     return lambda w: w.levels.shape[0]
 
 
+def piece_size(w, num_rows, num_panels):
+    """Panels that one thread takes at a time of a product of num_rows rows with num_panels panels of w."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(piece_size)
+def _piece_size(w, num_rows, num_panels):
+    if is_bf16(w):
+        return lambda w, num_rows, num_panels: bf16_panels_per_piece(num_panels)  # noqa: ARG005
+    return lambda w, num_rows, num_panels: panels_per_piece(num_rows, num_panels)  # noqa: ARG005
+
+
 def prepare_rows(team, phase, x, w):
-    """Quantise x [T, K] for products in integers with w, of which only one may be prepared at a time: one phase. For
-    other weights do nothing. w: of one layer or of all.
+    """Round x [T, K] for products in integers or bfloat16 with w, of which only one may be prepared at a time: one
+    phase. For other weights do nothing. w: of one layer or of all.
     """
     raise NotImplementedError("called from compiled code only")
 
 
 @overload(prepare_rows)
 def _prepare_rows(team, phase, x, w):
-    if is_dot(w):
-        return lambda team, phase, x, w: quantise_rows(team, phase, x, w.rows)
+    if is_dot(w) or is_bf16(w):
+        return lambda team, phase, x, w: round_rows(team, phase, x, w.rows)
     return lambda team, phase, x, w: phase  # noqa: ARG005
 
 
@@ -179,6 +197,10 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
         return lambda x, w, first, end, out, accumulate, fetch: multiply_dot_panels(  # noqa: ARG005
             w.rows, 0, x.shape[0], w, first, end, out, accumulate
         )
+    if is_bf16(w):
+        return lambda x, w, first, end, out, accumulate, fetch: multiply_bf16_panels(  # noqa: ARG005
+            w, 0, x.shape[0], first, end, out, accumulate
+        )
     return lambda x, w, first, end, out, accumulate, fetch: multiply_int8_panels(
         x, w, first, end, out, accumulate, fetch
     )
@@ -195,6 +217,10 @@ def _multiply_some_rows(x, low, high, w, first, end, out, accumulate):
         return lambda x, low, high, w, first, end, out, accumulate: multiply_dot_panels(  # noqa: ARG005
             w.rows, low, x.shape[0], w, first, end, out, accumulate
         )
+    if is_bf16(w):
+        return lambda x, low, high, w, first, end, out, accumulate: multiply_bf16_panels(  # noqa: ARG005
+            w, low, x.shape[0], first, end, out, accumulate
+        )
     return lambda x, low, high, w, first, end, out, accumulate: multiply_any_panels(
         x[low:high], w, first, end, out, accumulate, NO_FETCH
     )
@@ -205,7 +231,7 @@ def multiply(team, phase, x, w, out):
     """out = x @ w for any kind of weights of one layer; see `app.kernels.matmul.cpu.matmul`. At most two phases."""
     phase = prepare_rows(team, phase, x, w)
     num_panels, done = num_panels_of(w), 0
-    size = panels_per_piece(x.shape[0], num_panels)
+    size = piece_size(w, x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
     index = claim_piece(team, phase)
     while index < num_pieces:
@@ -256,6 +282,14 @@ def _dot_column(head, token, out):
             out[group * GROUP + i] = row[i, column]
 
 
+@jit
+def _bf16_column(head, token, out):
+    panel, column = token // PANEL, token % PANEL
+    for i in range(out.shape[0]):
+        bits = np.uint32(head.pairs[0, panel, i // GROUP, i % GROUP // 2, column, i % 2])
+        out[i] = np.uint32(bits << np.uint32(16)).view(np.float32)
+
+
 def _embedding_row(head, token, out):
     """out[:] = column `token` of the tied head."""
     raise NotImplementedError("called from compiled code only")
@@ -265,6 +299,8 @@ def _embedding_row(head, token, out):
 def _embedding_row_of(head, token, out):
     if isinstance(head, types.Array):
         return lambda head, token, out: _column(head, token, out)
+    if is_bf16(head):
+        return lambda head, token, out: _bf16_column(head, token, out)
     if is_dot(head):
         return lambda head, token, out: _dot_column(head, token, out)
     return lambda head, token, out: _int8_column(head, token, out)

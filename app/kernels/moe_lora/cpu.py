@@ -18,8 +18,8 @@ from app.kernels.activation.cpu import activate, activate_clamped
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD
 from app.kernels.machine.thread_team import claim_piece, finish_phase
-from app.kernels.matmul.cpu import PANEL, multiply_columns, panels_per_piece
-from app.kernels.matmul.int8 import layer_panels, multiply_some_rows, prepare_rows
+from app.kernels.matmul.cpu import PANEL, multiply_columns
+from app.kernels.matmul.int8 import layer_panels, multiply_some_rows, piece_size, prepare_rows
 from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
 
 #: Pairs per piece of a shrink, for few and for many pairs.
@@ -114,10 +114,10 @@ def _fill(out, biases, expert, first, end):
 
 
 @jit
-def _pieces(num_pairs, num_experts, num_panels):
+def _pieces(stack, num_pairs, num_experts, num_panels):
     """(experts that may have rows, panels of one piece, pieces per expert)."""
     most = min(num_pairs, num_experts)
-    size = min(panels_per_piece(2 * num_pairs // max(most, 1), num_panels), num_panels)
+    size = min(piece_size(stack, 2 * num_pairs // max(most, 1), num_panels), num_panels)
     return most, size, -(-num_panels // size)
 
 
@@ -135,7 +135,7 @@ def experts_gate_and_up(
     """
     phase = prepare_rows(team, phase, x[:num_pairs], stack)
     num_experts, half, done = pairs.busy.shape[0], gate_up.shape[1] // (2 * PANEL), 0
-    most, size, count = _pieces(num_pairs, num_experts, half)
+    most, size, count = _pieces(stack, num_pairs, num_experts, half)
     num_pieces = most * count
     index = claim_piece(team, phase)
     while index < num_pieces:
@@ -167,7 +167,7 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, row
     """
     phase = prepare_rows(team, phase, x[:num_pairs], stack)
     num_experts, num_panels, done = pairs.busy.shape[0], out.shape[1] // PANEL, 0
-    most, size, count = _pieces(num_pairs, num_experts, num_panels)
+    most, size, count = _pieces(stack, num_pairs, num_experts, num_panels)
     num_pieces = most * count
     index = claim_piece(team, phase)
     while index < num_pieces:
