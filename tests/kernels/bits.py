@@ -30,7 +30,7 @@ def _multiply(x, w, out):  # type: ignore[no-untyped-def]
 
 
 def _rounded_products(generator: np.random.Generator) -> Iterator[Floats]:
-    w = self_test.packed(normal(generator, _WIDTH, _DEPTH), self_test.machine_forms()[0], max(_BATCHES))
+    w = self_test.panels_for(normal(generator, _WIDTH, _DEPTH), self_test.machine_forms()[0], max(_BATCHES))
     for num_rows in _BATCHES:
         out = np.zeros((num_rows, _WIDTH), np.float32)
         self_test.multiply_once(normal(generator, num_rows, _DEPTH), w, out, accumulate=False)

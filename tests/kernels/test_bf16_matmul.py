@@ -22,7 +22,7 @@ SMALLEST = reference.SMALLEST
 
 def product(form: str, x: Floats, w: Floats, out: Floats, *, accumulate: bool, low: int = 0, cut: int = 0) -> None:
     """In place: rows from `low` on, panels before and after `cut` in separate calls."""
-    panels = self_test.packed(w, form, len(x))
+    panels = self_test.panels_for(w, form, len(x))
     for first, end in ((0, cut), (cut, len(panels.pairs))):
         ThreadTeam(1).run(self_test.multiply_part, 2, x, low, len(x), panels, first, end, out, accumulate)
 
@@ -141,7 +141,7 @@ def test_some_rows_of_a_product_have_the_bits_that_they_have_alone(form: str) ->
 
 def test_packing_keeps_every_rounded_weight() -> None:
     w = normal(rng(), 37, 70)
-    panels = cpu.widened(self_test.packed(w, "portable", 0).pairs, 70)
+    panels = cpu.float32_panels(self_test.panels_for(w, "portable", 0).pairs, 70)
     assert panels.shape == (3, 70, 16)
     columns = panels.swapaxes(1, 2).reshape(48, 70)
     np.testing.assert_array_equal(columns[:37], reference.to_bfloat16(w))
@@ -184,7 +184,7 @@ def _multiply_between(config, seen, values, w, out):  # type: ignore[no-untyped-
 
 @pytest.mark.skipif("amx" not in FORMS, reason="executes AMX instructions")
 def test_a_threads_tile_configuration_is_restored() -> None:
-    panels, out = self_test.packed(normal(rng(), 32, 64), "amx", 20), np.zeros((20, 32), np.float32)
+    panels, out = self_test.panels_for(normal(rng(), 32, 64), "amx", 20), np.zeros((20, 32), np.float32)
     other, none = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
     other[0], other[16], other[48] = 1, 16, 3
     for config in (other, none):  # the last leaves the thread without one

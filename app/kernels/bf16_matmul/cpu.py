@@ -15,7 +15,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.kernels.bf16_matmul.amx import multiply_amx_panels
-from app.kernels.bf16_matmul.rounding import RoundedRows, aligned, new_rows
+from app.kernels.bf16_matmul.rounding import RoundedRows, aligned_empty, new_rows
 from app.kernels.bf16_matmul.tiles import PANEL, bf16_tile
 from app.kernels.machine.jit import jit
 from app.kernels.machine.row_groups import round_group
@@ -62,7 +62,7 @@ def is_bf16(w: Any) -> bool:
 def empty_panels(num_layers: int, num_columns: int, depth: int) -> Bf16Panels:
     """Allocate `num_layers` weights [num_columns, depth]; the contents are arbitrary before `pack`."""
     shape = (num_layers, -(-num_columns // PANEL), -(-depth // GROUP), GROUP // 2, PANEL, 2)
-    return Bf16Panels(aligned(shape, np.uint16), new_rows(0, np.uint16))
+    return Bf16Panels(aligned_empty(shape, np.uint16), new_rows(0, np.uint16))
 
 
 def pack(team: ThreadTeam, w: NDArray[np.float32], panels: Bf16Panels, layer: int, first_column: int) -> None:
@@ -82,7 +82,7 @@ def rows_for(form: str, num_values: int) -> RoundedRows:
     return new_rows(num_values, np.uint16 if form == "amx" else np.float32)
 
 
-def widened(pairs: NDArray[np.uint16], depth: int) -> NDArray[np.float32]:
+def float32_panels(pairs: NDArray[np.uint16], depth: int) -> NDArray[np.float32]:
     """The weights of pairs [..., P, B, 16, 16, 2] as float32 panels [..., P, K, 16]."""
     panels = (pairs.astype(np.uint32) << 16).view(np.float32).swapaxes(-1, -2)
     return np.ascontiguousarray(panels.reshape(*pairs.shape[:-4], -1, PANEL)[..., :depth, :])

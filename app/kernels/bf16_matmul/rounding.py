@@ -31,12 +31,12 @@ class RoundedRows(NamedTuple):
 
 def new_rows(num_values: int, dtype: DTypeLike) -> RoundedRows:
     """Memory for `num_values` values, a multiple of 32."""
-    rows = aligned((num_values,), dtype)
+    rows = aligned_empty((num_values,), dtype)
     rows[:] = 0
     return RoundedRows(rows)
 
 
-def aligned(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """An array that begins with a cache line; the contents are arbitrary."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + _LINE_BYTES, np.uint8)

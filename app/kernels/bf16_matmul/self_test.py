@@ -57,11 +57,11 @@ def _is_equal(form: str, generator: np.random.Generator, num_rows: int, depth: i
     start = generator.standard_normal((num_rows, _NUM_COLUMNS), np.float32) if not extreme else None
     out = np.zeros((num_rows, _NUM_COLUMNS), np.float32) if start is None else start.copy()
     expected = bf16_matmul(x, w, start)
-    multiply_once(x, packed(w, form, num_rows), out, accumulate=start is not None)
+    multiply_once(x, panels_for(w, form, num_rows), out, accumulate=start is not None)
     return bool(np.array_equal(out.view(np.int32), expected.view(np.int32)))
 
 
-def packed(w: Floats, form: str, num_rows: int) -> Bf16Panels:
+def panels_for(w: Floats, form: str, num_rows: int) -> Bf16Panels:
     """One layer's weights [N, K] for a form, and for products with up to num_rows rows."""
     panels = empty_panels(1, *w.shape)
     pack(ThreadTeam(1), w, panels, 0, 0)

@@ -83,7 +83,7 @@ def _emit(builder: Any, lanes: int, rows: int, parts: int, at: _Operands) -> Non
             builder.store(zero, odd[place])
         with cgutils.for_range(builder, WORD(_PAIRS), intp=WORD) as pairs:
             offset = builder.add(block, builder.mul(pairs.index, WORD(_PAIR_BYTES)))
-            weights = [_widened(builder, builder.add(panel, offset), lanes) for panel in panels]
+            weights = [_widen(builder, builder.add(panel, offset), lanes) for panel in panels]
             for i in range(rows):
                 row = address_at(builder, builder.add(x, WORD(i * _ROW_BYTES)), pairs.index, 3)
                 for odd_k, sums in enumerate((even, odd)):
@@ -106,7 +106,7 @@ def _emit(builder: Any, lanes: int, rows: int, parts: int, at: _Operands) -> Non
                 builder.store(total, pointer, align=4)
 
 
-def _widened(builder: Any, address: Any, lanes: int) -> list[Any]:
+def _widen(builder: Any, address: Any, lanes: int) -> list[Any]:
     """The even and the odd weight of each column's pair at `address`."""
     kind, vector = ir.VectorType(INT, lanes), ir.VectorType(FLOAT, lanes)
     prefetch(builder, builder.add(address, WORD(BYTES_AHEAD)))
