@@ -24,7 +24,7 @@ from app.cli.preflight import (
     check_open_files,
     check_port,
     check_preloaded,
-    integer_form,
+    product_form,
 )
 from app.cli.ray_env import has_ha_proxy
 from app.config import AppConfig
@@ -149,9 +149,10 @@ def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Calla
     """The checks by name; each returns what it found or raises PolyloraError."""
 
     def engine() -> str:
-        found, form = check_device(settings.engine), integer_form(settings.engine)
-        computes = "" if form is None else f"; it multiplies in integers by its {form} form, which passed its self-test"
-        return found + computes
+        found, form = check_device(settings.engine), product_form(settings.engine)
+        if form is None:
+            return found
+        return f"{found}; it multiplies in {settings.engine.compute} by its {form} form, which passed its self-test"
 
     def folders() -> str:
         check_folders(settings, os.environ)

@@ -70,16 +70,16 @@ def check_device(engine: EngineConfig) -> str:
     return check_device_is_here(engine)
 
 
-def integer_form(engine: EngineConfig) -> str | None:
-    """The form of products in integers that `engine.cpu.compute` needs, if it does. Raises ConfigError if none works.
+def product_form(engine: EngineConfig) -> str | None:
+    """The form of rounded products that `engine.cpu.compute` needs, if it does. Raises ConfigError if none works.
 
     The first call on a machine compiles kernels for some seconds.
     """
-    if engine.compute != "int8":
+    if engine.compute == "float32":
         return None
     from app.engine.models import weight_stacks  # heavy
 
-    return weight_stacks.integer_form()
+    return weight_stacks.product_form(engine.compute)
 
 
 def fetch_embedder(settings: AppConfig, progress: Progress) -> None:

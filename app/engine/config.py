@@ -29,8 +29,8 @@ from app.engine.errors import ConfigError
 EvictionPolicy = Literal["lru", "lfu", "cost"]
 
 WeightDtype = Literal["auto", "float32", "int8"]
-#: Arithmetic of the base model's products. `app.kernels.int8_matmul.reference` defines int8.
-Compute = Literal["float32", "int8"]
+#: Arithmetic of the base model's products: `app.kernels.int8_matmul.reference` and its neighbour in `bf16_matmul`.
+Compute = Literal["float32", "int8", "bfloat16"]
 
 
 #: The most draft tokens of a sequence in a step.
@@ -66,9 +66,10 @@ class CpuConfig(_Section):
     )
     compute: Compute = Field(
         "float32",
-        description="Arithmetic of base products: float32; or int8, faster and less exact, for projections in 8 "
-        "bits: their inputs are rounded to 8 bits in groups of 32, as by llama.cpp. Each is a base model version of "
-        "its own, with its own tenants and adapters.",
+        description="Arithmetic of base products: float32; int8, faster and less exact, for projections in 8 bits: "
+        "their inputs are rounded to 8 bits in groups of 32, as by llama.cpp; or bfloat16, which rounds weights and "
+        "inputs to bfloat16 and is fastest on processors with AMX. Each is a base model version of its own, with its "
+        "own tenants and adapters.",
     )
 
     @model_validator(mode="after")
@@ -77,6 +78,11 @@ class CpuConfig(_Section):
             raise ValueError(
                 "engine.cpu.compute is int8, which multiplies weights stored in 8 bits, but engine.cpu.weight_dtype is "
                 "float32; set it to auto or int8"
+            )
+        if self.compute == "bfloat16" and self.weight_dtype != "auto":
+            raise ValueError(
+                "engine.cpu.compute is bfloat16, which stores the weights that it multiplies in bfloat16, but "
+                f"engine.cpu.weight_dtype is {self.weight_dtype}; set it to auto"
             )
         return self
 

@@ -1,6 +1,6 @@
 """Speed of each arithmetic (`engine.cpu.compute`) over float32's: decoding without and with adapters, and a prompt.
 
-One engine for each takes its turn in every round; ratios are taken within a round.
+One engine for each takes its turn in every round; ratios are taken within a round: the median (lowest to highest).
 
     python -m load_tests.engine.bench_compute --streams 1,8,32 --adapters 8 --prompt-tokens 1024 --rounds 5
 """
@@ -25,7 +25,7 @@ from app.engine.engine import Engine
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
-from app.kernels.int8_matmul.self_test import active_form
+from app.engine.models.weight_stacks import product_form
 from load_tests.decoding import EngineDecoder
 from load_tests.random_adapters import write_random_adapters
 from load_tests.stats import environment, numbers, ratios, rounds, spread
@@ -80,20 +80,21 @@ def run(settings: Settings) -> str:
     for measure in measurements.values():
         measure()
     values = rounds(measurements, settings.num_rounds)
+    others = get_args(Compute)[1:]
+    forms = ", ".join(f"{compute}: {product_form(compute)}" for compute in others)
     lines = [
-        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; products in integers by "
-        f"{active_form()}; load average before {before['load_average']}, after {environment()['load_average']}; "
-        f"{settings.num_rounds} rounds.",
+        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; forms: {forms}; load average "
+        f"before {before['load_average']}, after {environment()['load_average']}; {settings.num_rounds} rounds.",
         "",
-        "| | float32, tokens/s | int8 / float32 within a round, median (lowest to highest) |",
-        "|---|---:|---:|",
+        "| | float32, tokens/s |" + "".join(f" {compute} / float32 |" for compute in others),
+        "|---|---:|" + "---:|" * len(others),
     ]
     for case in cases:
         title = f"{case.num_streams} streams" + (f", {case.num_adapters} adapters" if case.num_adapters else "")
         plain = values[case, "float32"]
         lines.append(
             f"| {title if case.num_streams else f'prompt of {settings.num_prompt_tokens} tokens'} | "
-            f"{spread(plain).median:.0f} | {ratios(values[case, 'int8'], plain)} |"
+            f"{spread(plain).median:.0f} |" + "".join(f" {ratios(values[case, one], plain)} |" for one in others)
         )
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""Quality of `engine.cpu.compute: int8` beside float32: perplexity, divergence, and pass rates of the demo adapters.
+"""Quality of each `engine.cpu.compute` beside float32: perplexity, divergence, and pass rates of the demo adapters.
 
 The text is the documentation strings of Python's standard library, in windows of 256 tokens that see nothing before
-them. KL: of the int8 distribution from float32's, nats per token. Pass rates: greedy answers to each demo task's
+them. KL: of a rounded distribution from float32's, nats per token. Pass rates: greedy answers to each demo task's
 held-out prompts.
 
     python -m load_tests.engine.compute_quality --tokens 100000 --prompts 80
@@ -83,34 +83,40 @@ def config_of(compute: Compute) -> EngineConfig:
 
 
 def divergence(model: Path, num_tokens: int) -> str:
-    """A line with both perplexities and the divergence."""
+    """A line for each rounded arithmetic with both perplexities and the divergence."""
     checkpoint, backends = load_checkpoint(model), dict[Compute, CpuBackend]()
     for compute in get_args(Compute):
         backends[compute] = CpuBackend(checkpoint.spec, checkpoint.tensors(), config_of(compute))
     losses: dict[Compute, list[Any]] = {compute: [] for compute in backends}
-    distances, agree = list[Any](), list[Any]()
+    others = get_args(Compute)[1:]
+    distances, agree = ({compute: list[Any]() for compute in others} for _ in range(2))
     for window in token_windows(model, num_tokens):
         found = {compute: log_probabilities(backend, window)[:-1] for compute, backend in backends.items()}
         for compute, rows in found.items():
             losses[compute].append(-rows[np.arange(WINDOW - 1), window[1:]].astype(np.float64))
-        plain, rounded = found["float32"], found["int8"]
-        distances.append((np.exp(plain) * (plain - rounded)).sum(axis=1, dtype=np.float64))
-        agree.append(plain.argmax(axis=1) == rounded.argmax(axis=1))
-        if len(agree) % 40 == 0:
-            print(_summary(losses, distances, agree), file=sys.stderr)
+        plain = found["float32"]
+        for compute in others:
+            rounded = found[compute]
+            distances[compute].append((np.exp(plain) * (plain - rounded)).sum(axis=1, dtype=np.float64))
+            agree[compute].append(plain.argmax(axis=1) == rounded.argmax(axis=1))
+        if len(losses["float32"]) % 40 == 0:
+            print("\n".join(_summary(one, losses, distances, agree) for one in others), file=sys.stderr)
     for backend in backends.values():
         backend.close()
-    return _summary(losses, distances, agree)
+    return "\n".join(_summary(compute, losses, distances, agree) for compute in others)
 
 
-def _summary(losses: dict[Compute, list[Any]], distances: list[Any], agree: list[Any]) -> str:
-    plain, rounded = (np.concatenate(losses[compute]) for compute in get_args(Compute))
-    kl, same = np.concatenate(distances), np.concatenate(agree)
+def _summary(
+    compute: Compute, losses: dict[Compute, list[Any]], distances: dict[Compute, list[Any]],
+    agree: dict[Compute, list[Any]],
+) -> str:  # fmt: skip
+    plain, rounded = np.concatenate(losses["float32"]), np.concatenate(losses[compute])
+    kl, same = np.concatenate(distances[compute]), np.concatenate(agree[compute])
     change, error = np.mean(rounded - plain), np.std(rounded - plain) / len(plain) ** 0.5
     return (
-        f"{len(plain)} tokens: perplexity {np.exp(plain.mean()):.3f} in float32, {np.exp(rounded.mean()):.3f} in int8 "
-        f"({100 * (np.exp(change) - 1):+.2f} %, standard error {100 * error:.2f}); KL {kl.mean():.5f} nats per token, "
-        f"99th percentile {np.percentile(kl, 99):.4f}; same most likely token {same.mean():.2%}"
+        f"{len(plain)} tokens: perplexity {np.exp(plain.mean()):.3f} in float32, {np.exp(rounded.mean()):.3f} in "
+        f"{compute} ({100 * (np.exp(change) - 1):+.2f} %, standard error {100 * error:.2f}); KL {kl.mean():.5f} nats "
+        f"per token, 99th percentile {np.percentile(kl, 99):.4f}; same most likely token {same.mean():.2%}"
     )
 
 
@@ -138,7 +144,7 @@ def _prompt(llm: LLM, system: str | None, before: Sequence[tuple[str, str]], pro
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Quality of the CPU engine's products in integers.")
+    parser = argparse.ArgumentParser(description="Quality of the CPU engine's rounded products.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--tokens", type=int, default=100_000, help="0: no perplexity")
     parser.add_argument("--prompts", type=int, default=80, help="of each demo task; 0: no pass rates")

@@ -27,9 +27,10 @@ from app.cli.status import ray_lines, status_lines
 from app.config import AppConfig
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.errors import ConfigError, PolyloraError
-from app.engine.models import weight_stacks
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.spec import EncoderSpec, LayerSpec, MlpSpec
+from app.kernels.bf16_matmul import self_test as bf16_self_test
+from app.kernels.int8_matmul import self_test as int8_self_test
 from load_tests.service import free_port
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.fakes import fake_spec
@@ -265,18 +266,22 @@ def test_the_doctor_says_what_vllm_takes(
     assert doctor._on_devices(fake_spec(), AppConfig()) == ""
 
 
-def test_the_doctor_says_which_form_multiplies_in_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_which_form_multiplies_rounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(compute: str) -> str:
         settings = AppConfig.model_validate({"engine": {"cpu": {"compute": compute}}})
         return doctor._checks(("127.0.0.1", 1), settings)["engine"]()
 
-    monkeypatch.setattr(weight_stacks, "active_form", lambda: "avx2")
+    monkeypatch.setattr(int8_self_test, "active_form", lambda: "avx2")
+    monkeypatch.setattr(bf16_self_test, "active_form", lambda: "amx")
     assert engine("float32") == "engine.cpu is installed"
-    assert engine("int8").startswith("engine.cpu is installed; it multiplies in integers by its avx2 form")
-    monkeypatch.setattr(weight_stacks, "active_form", lambda: None)
+    assert engine("int8").startswith("engine.cpu is installed; it multiplies in int8 by its avx2 form")
+    assert engine("bfloat16").startswith("engine.cpu is installed; it multiplies in bfloat16 by its amx form")
+    monkeypatch.setattr(int8_self_test, "active_form", lambda: None)
+    monkeypatch.setattr(bf16_self_test, "active_form", lambda: None)
     assert engine("float32") == "engine.cpu is installed"
-    with pytest.raises(ConfigError, match="set it to float32"):
-        engine("int8")
+    for compute in ("int8", "bfloat16"):
+        with pytest.raises(ConfigError, match=f"compute is {compute}, .* set it to float32"):
+            engine(compute)
 
 
 def test_the_doctor_says_what_the_kernel_cannot_deny_adapters_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
 from app.engine.cpu.outputs import rows_of, sample, with_sums
-from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, integer_rows
+from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, product_rows
 from app.engine.cpu.weights_cache import packed_weights
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
-from app.engine.models.weight_stacks import integer_form
+from app.engine.models.weight_stacks import Products, product_form
 from app.kernels.machine.prefault import PagePrefaulter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention.cpu import attention_tasks
@@ -65,11 +65,11 @@ class CpuBackend(AdapterBackend):
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         samples = config.max_num_seqs + self.limits.num_draft_rows
-        rows = integer_rows(spec, config.max_num_batched_tokens, samples) if cpu.compute == "int8" else None
+        products = Products(cpu.compute, product_rows(spec, config.max_num_batched_tokens, samples))
         self._weights = packed_weights(
             tensors_digest,
-            (cpu.weight_dtype, rows and sorted(rows.items()), rows and integer_form(), max_positions),
-            lambda: WeightPacker(spec, max_positions, cpu.weight_dtype, self._team, rows).pack_all(tensors),
+            (cpu.weight_dtype, products, product_form(cpu.compute), max_positions),
+            lambda: WeightPacker(spec, max_positions, cpu.weight_dtype, self._team, products).pack_all(tensors),
         )
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would fault 60 of them.

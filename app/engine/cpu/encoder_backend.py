@@ -27,7 +27,7 @@ from app.engine.errors import CheckpointError
 from app.engine.models.hf import encoder_weight_names as names
 from app.engine.models.linear_modules import uniform_modules
 from app.engine.models.spec import ModelSpec
-from app.engine.models.weight_stacks import StackWriter, integer_form, stacks_for_integers
+from app.engine.models.weight_stacks import Products, StackWriter, product_form
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
@@ -59,11 +59,11 @@ class EncoderBackend(AdapterBackend):
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
-        integer_rows = config.max_num_batched_tokens if cpu.compute == "int8" else None
+        products = Products(cpu.compute, {one.name: config.max_num_batched_tokens for one in uniform_modules(spec)})
         self._weights = packed_weights(
             tensors_digest,
-            (cpu.weight_dtype, integer_rows, integer_rows and integer_form()),
-            lambda: _pack_weights(spec, tensors, cpu.weight_dtype, self._team, integer_rows),
+            (cpu.weight_dtype, products, product_form(cpu.compute)),
+            lambda: _pack_weights(spec, tensors, cpu.weight_dtype, self._team, products),
         )
         self._rows = LoraMemory(spec, self.limits.lora_pool_rows, self.limits.max_loras)
         base = PackedModules(spec, self._weights)
@@ -122,22 +122,20 @@ def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first
 
 def _pack_weights(
     spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], weight_dtype: WeightDtype, team: ThreadTeam,
-    integer_rows: int | None,
+    products: Products,
 ) -> encoder.EncoderWeights:  # fmt: skip
-    """Put every tensor in its place; CheckpointError for one that has none or is missing.
-
-    integer_rows: the most rows of a product in integers; None: every product is in float32.
-    """
+    """Put every tensor in its place; CheckpointError for one that has none or is missing."""
     expected = names.encoder_tensors(spec)
     count, hidden = len(spec.layers), spec.hidden_size
     norms = {names.ATTENTION_NORM: np.zeros((count, 2, hidden), np.float32)}
     norms[names.MLP_NORM] = np.zeros((count, 2, hidden), np.float32)
     input_norm = np.zeros((2, hidden), np.float32)
     whole: dict[str, Floats] = {}
-    stacks, biases, places = {}, {}, {}
+    biases, places = {}, {}
+    stacks: dict[str, StackWriter] = {}
     for module in uniform_modules(spec):
         width = module.width(PANEL)
-        stacks[module.name] = StackWriter((count, width, module.d_in), weight_dtype, team)
+        stacks[module.name] = products.writer(module.name, (count, width, module.d_in), weight_dtype, team)
         biases[f"{module.name}_bias"] = np.zeros((count, width), np.float32)
         for target, start in zip(module.targets, module.starts(PANEL), strict=True):
             places[module.kind.path(target)] = module.name, start
@@ -162,9 +160,7 @@ def _pack_weights(
                 stacks[stack_name].store(int(layer), column, tensor)
     if expected:
         raise CheckpointError(f"{spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
-    packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
-    if integer_rows is not None:
-        packed = stacks_for_integers(spec.name, packed, dict.fromkeys(list(packed), integer_rows))
+    packed: dict[str, Any] = dict(products.stacks(spec.name, stacks))
     return encoder.EncoderWeights(
         words=whole[names.WORDS], places=whole[names.PLACES], segment=whole[names.SEGMENTS][0].copy(),
         input_norm=input_norm, attention_norm=norms[names.ATTENTION_NORM], mlp_norm=norms[names.MLP_NORM], **packed,

@@ -45,7 +45,8 @@ from app.engine.models.weight_names import (
     latent_norm_widths,
     qk_norm_widths,
 )
-from app.engine.models.weight_stacks import StackWriter, stacks_for_integers
+from app.engine.models.weight_stacks import Products
+from app.kernels.bf16_matmul.cpu import Bf16Panels, float32_panels
 from app.kernels.int8_matmul.cpu import DotPanels
 from app.kernels.int8_matmul.pack_dot import unpack_dot
 from app.kernels.machine.thread_team import ThreadTeam
@@ -75,8 +76,8 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     )  # fmt: skip
 
 
-def integer_rows(spec: ModelSpec, num_tokens: int, num_samples: int) -> dict[str, int]:
-    """The most rows of each product that `compute: int8` covers: all but routers and gates of shared experts.
+def product_rows(spec: ModelSpec, num_tokens: int, num_samples: int) -> dict[str, int]:
+    """The most rows of each product that `engine.cpu.compute` covers: all but routers and gates of shared experts.
 
     These choose or weigh experts, a fraction of a percent of the work: llama.cpp keeps them in float32 too.
     """
@@ -106,6 +107,8 @@ class PackedModules:
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
         stack: Stack = self._array(module.name)
         place = self._layers[module.name].index(key.layer)
+        if isinstance(stack, Bf16Panels):
+            return float32_panels(stack.pairs[place, columns], module.d_in)
         if isinstance(stack, DotPanels):
             at = (place, columns)
             own_panels = type(stack)(stack.levels[at], stack.scales[at], stack.offsets[at], stack.rows)
@@ -124,10 +127,12 @@ class PackedModules:
         return biases[place, module.columns(key.target, PANEL)]
 
     def log_storage(self) -> None:
-        """Log at start which modules are in float32, so that an operator sees what `auto` chose."""
+        """Log at start which modules have which type, so that an operator sees what `auto` chose."""
         names = [module.name for module in self._modules] + ["head"] * hasattr(self._weights, "head")
-        wide = [name for name in names if isinstance(self._array(name), np.ndarray)]
-        _LOGGER.info("%s: base weights in float32: %s; the others in 8 bits", self._name, ", ".join(wide) or "none")
+        kinds = {"float32": np.ndarray, "8 bits": Int8Panels | DotPanels, "bfloat16": Bf16Panels}
+        found = {title: [name for name in names if isinstance(self._array(name), kind)] for title, kind in kinds.items()}
+        parts = [f"in {title}: {', '.join(own)}" for title, own in found.items() if own]
+        _LOGGER.info("%s: base weights %s", self._name, "; ".join(parts))
 
     def _array(self, name: str) -> Any:
         """The array of a linear module or of its biases, in the model's, its experts' or its MLA weights."""
@@ -136,15 +141,17 @@ class PackedModules:
         return next(getattr(part, name) for part in parts if part is not None and name in part._fields)
 
 
+_IN_FLOAT32 = Products("float32", {})
+
+
 class WeightPacker:
     """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
 
     def __init__(
         self, spec: ModelSpec, max_positions: int, weight_dtype: WeightDtype, team: ThreadTeam,
-        integer_rows: Mapping[str, int] | None = None,
+        products: Products = _IN_FLOAT32,
     ) -> None:  # fmt: skip
-        """integer_rows: `max_rows` of `stacks_for_integers`; None: every product is in float32."""
-        self._spec, self._integer_rows = spec, integer_rows
+        self._spec, self._products = spec, products
         count, hidden = len(spec.layers), spec.hidden_size
         attentions = [layer.attention for layer in spec.layers]
         stacked = stacked_modules(spec)
@@ -170,7 +177,7 @@ class WeightPacker:
             "gate_up_bias": zeros(0, 0),  # for a model without such layers
             "down_bias": zeros(0, 0),
         }
-        self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), weight_dtype, team)}
+        self._stacks = {"head": products.writer("head", (1, spec.vocab_size, hidden), weight_dtype, team)}
         self._places: dict[str, tuple[str, int, int]] = {}  # module -> stack, index in it, first column
         absorbed = [one for one in paged_modules(spec) if one.module not in [other.module for other in stacked]]
         for one in (*stacked, *absorbed):
@@ -189,11 +196,12 @@ class WeightPacker:
         """Allocate the stack of one linear module, for the layers that have it and each of its experts."""
         module, layers = stacked
         width, experts = module.width(PANEL), module.experts
-        self._stacks[module.name] = StackWriter((len(layers) * len(experts), width, module.d_in), weight_dtype, team)
-        shape = (len(layers) * len(experts), width) if module.has_bias else (len(layers), 0)
+        shape = len(layers) * len(experts), width, module.d_in
+        self._stacks[module.name] = self._products.writer(module.name, shape, weight_dtype, team)
+        bias_shape = (len(layers) * len(experts), width) if module.has_bias else (len(layers), 0)
         if module.num_experts is not None and not module.has_bias:
-            shape = (0, 0)
-        self._arrays[f"{module.name}_bias"] = np.zeros(shape, np.float32)
+            bias_shape = (0, 0)
+        self._arrays[f"{module.name}_bias"] = np.zeros(bias_shape, np.float32)
         for place, (layer, expert) in enumerate(itertools.product(layers, experts)):
             for target, start in zip(module.targets, module.starts(PANEL), strict=True):
                 path = f"model.layers.{layer}.{module.kind.path(target, expert)}"
@@ -201,7 +209,7 @@ class WeightPacker:
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
         """Pack every tensor; CheckpointError for one that has no place or is missing, ConfigError as in
-        `stacks_for_integers`."""
+        `Products.stacks`."""
         expected = set(expected_tensors(self._spec))
         for name, tensor in tensors:
             if name not in expected:
@@ -210,10 +218,7 @@ class WeightPacker:
             self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
         if expected:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
-        stacks: dict[str, Stack] = {name: writer.stack for name, writer in self._stacks.items()}
-        if self._integer_rows is not None:
-            self._stacks.clear()
-            stacks = stacks_for_integers(self._spec.name, stacks, self._integer_rows)
+        stacks = self._products.stacks(self._spec.name, self._stacks)
         parts = {
             "experts": _expert_weights(self._spec, stacks, self._arrays),
             "latent": _latent_weights(self._spec, stacks, self._arrays),

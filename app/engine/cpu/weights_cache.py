@@ -6,7 +6,7 @@ without reading the checkpoint's tensors, and all engines on the machine share o
 
 The file's name is a digest of all that decides its contents: the checkpoint's own digest, the settings that the caller
 names, and the source code that packs. A checksum is verified whenever a file is mapped; a file that does not match is
-packed again. The array data lies in pages of its own behind a pickle of their structure, which the cache's owner alone
+packed again. Each array lies in pages of its own, as aligned as any kernel wants it, behind a pickle of their structure, which the cache's owner alone
 can write, like the compiled kernels beside it.
 """
 
@@ -34,8 +34,6 @@ from app.engine.models.download.model_download import default_cache_dir
 MIN_BYTES = 64 << 20
 #: Files that are kept for one checkpoint, those of other settings included: the last ones used.
 MAX_FILES = 2
-#: Arrays of at least this many bytes are mapped; smaller ones are read.
-_MIN_ARRAY_BYTES = 1 << 16
 _PIECE_BYTES = 16 << 20
 #: How the name of a file begins that is being written, and the longest time that takes.
 _UNFINISHED, _MAX_WRITE_S = ".packing-", 3600
@@ -77,13 +75,13 @@ def _write(path: Path, weights: object) -> bool:
     """Write the file, unless it is small; returns whether it is there. Raises OSError if there is no room for it."""
     arrays: list[memoryview] = []
 
-    def is_small(buffer: pickle.PickleBuffer) -> bool:
+    def is_empty(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes >= _MIN_ARRAY_BYTES:
+        if raw.nbytes > 0:
             arrays.append(raw)
-        return raw.nbytes < _MIN_ARRAY_BYTES
+        return raw.nbytes == 0
 
-    structure = pickle.dumps(weights, protocol=5, buffer_callback=is_small)
+    structure = pickle.dumps(weights, protocol=5, buffer_callback=is_empty)
     sizes = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays))
     if sum(array.nbytes for array in arrays) < MIN_BYTES:
         return False

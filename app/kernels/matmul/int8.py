@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from app.kernels.bf16_matmul.cpu import bf16_panels_per_piece, is_bf16, multiply_bf16_panels
+from app.kernels.bf16_matmul.cpu import Bf16Panels, bf16_panels_per_piece, is_bf16, multiply_bf16_panels
 from app.kernels.int8_matmul.cpu import DotPanels, is_dot, level_of, multiply_dot_panels
 from app.kernels.machine.jit import jit
 from app.kernels.machine.row_groups import round_rows
@@ -120,8 +120,8 @@ def multiply_int8_panels(x, w, first, end, out, accumulate, fetch):
 
 
 #: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis, for
-#: products in float32 or in integers.
-Stack = NDArray[np.float32] | Int8Panels | DotPanels
+#: products in float32 or in integers, or such for products in bfloat16.
+Stack = NDArray[np.float32] | Int8Panels | DotPanels | Bf16Panels
 
 
 def layer_panels(stack, layer):

@@ -1,7 +1,7 @@
 """The property: a request's tokens and log-probabilities are the same bits alone and in any batch.
 
 `batch_invariance.py` says which batches; zero differing bits are allowed, over at least `MIN_BATCHES` batches in all.
-Its weights are such that `auto` takes 8 bits for all of them, so both ways to store weights, and both arithmetics, are
+Its weights are such that `auto` takes 8 bits for all of them, so all ways to store weights, and all arithmetics, are
 tested.
 """
 
@@ -28,28 +28,34 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         (CpuConfig(weight_dtype="float32"), None),
         (CpuConfig(), None),
         pytest.param(CpuConfig(compute="int8"), None, marks=pytest.mark.nightly),
+        pytest.param(CpuConfig(compute="bfloat16"), None, marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), gemma_spec("gemma2")),
         (CpuConfig(weight_dtype="float32"), gemma_spec("gemma3_text")),
         (CpuConfig(), gemma_spec("gemma3_text")),
         (CpuConfig(weight_dtype="float32"), mixture_spec()),
         pytest.param(CpuConfig(), mixture_spec(), marks=pytest.mark.nightly),  # a minute of compilation
         pytest.param(CpuConfig(compute="int8"), mixture_spec(), marks=pytest.mark.nightly),
+        pytest.param(CpuConfig(compute="bfloat16"), mixture_spec(), marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), latent_spec()),
         pytest.param(CpuConfig(compute="int8"), latent_spec(), marks=pytest.mark.nightly),
+        pytest.param(CpuConfig(compute="bfloat16"), latent_spec(), marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), sinks_spec()),
     ],
     ids=[
         "dense",
         "dense in 8 bits",
         "dense in integers",
+        "dense in bfloat16",
         "gemma2",
         "gemma3",
         "gemma3 in 8 bits",
         "mixture",
         "mixture in 8 bits",
         "mixture in integers",
+        "mixture in bfloat16",
         "latents",
         "latents in integers",
+        "latents in bfloat16",
         "sinks",
     ],
 )

@@ -1,4 +1,4 @@
-"""`engine.cpu.compute: int8`: close to float32, computed where weights are in 8 bits, a base model of its own."""
+"""`engine.cpu.compute`: int8 and bfloat16 come near float32, cover what they say, and are base models of their own."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from app.cli.preflight import integer_form
+from app.cli.preflight import product_form
+from app.engine.adapters.adapter import LoraKey
 from app.engine.api import LLM
 from app.engine.config import Compute, CpuConfig, EngineConfig, WeightDtype, XlaConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.cpu.decoder import Weights
-from app.engine.cpu.weights import WeightPacker, integer_rows
+from app.engine.cpu.weights import PackedModules, WeightPacker, product_rows
 from app.engine.errors import ConfigError
-from app.engine.models import weight_stacks
 from app.engine.models.checkpoint import load_checkpoint, open_model
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import expected_tensors
+from app.engine.models.weight_stacks import Products
 from app.engine.pools.block_pool import root_hash
+from app.kernels.bf16_matmul import self_test as bf16_self_test
+from app.kernels.bf16_matmul.cpu import Bf16Panels
+from app.kernels.bf16_matmul.reference import to_bfloat16
+from app.kernels.int8_matmul import self_test as int8_self_test
 from app.kernels.int8_matmul.cpu import DotPanels
 from app.kernels.int8_matmul.reference import GROUP, quantise_rows
-from app.kernels.int8_matmul.self_test import active_form
 from app.kernels.machine.thread_team import ThreadTeam
 from tests.engine.adapters.parity import random_tokens
 from tests.engine.adapters.random_adapters import random_adapter
@@ -39,7 +43,7 @@ from tests.engine.encoders import save_adapter, save_encoder, tiny_encoder
 from tests.engine.served import CONFIG, served_logits
 from tests.seeds import rng
 
-INT8 = CONFIG.on(CpuConfig(compute="int8"))
+INT8, BF16 = (CONFIG.on(CpuConfig(compute=compute)) for compute in ("int8", "bfloat16"))
 
 
 def _off_grid(spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
@@ -69,6 +73,21 @@ def _round_input(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[to
     return (torch.from_numpy(rounded.astype(np.float32)).reshape(x.shape),)
 
 
+def _narrow_input(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:  # noqa: ARG001
+    """A linear module's input as the products in bfloat16 round it."""
+    return (torch.from_numpy(to_bfloat16(args[0].detach().float().numpy())),)
+
+
+def _logits_with(model: Any, tokens: torch.Tensor, hook: Any) -> NDArray[np.float32]:
+    """transformers' logits with the inputs of linear modules rounded."""
+    handles = [m.register_forward_pre_hook(hook) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    with torch.no_grad():
+        logits: NDArray[np.float32] = model(tokens).logits.numpy()
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
 @pytest.mark.nightly  # a minute of compilation
 def test_logits_are_those_of_transformers_with_rounded_inputs_and_near_float32(tmp_path: Path) -> None:
     """The base's tightly; with adapters, whose own products are in float32, only near."""
@@ -80,15 +99,17 @@ def test_logits_are_those_of_transformers_with_rounded_inputs_and_near_float32(t
         backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG.on(CpuConfig(compute=compute)))
         found[compute] = served_logits(backend, [None, *adapters], tokens)
         backend.close()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(_round_input)
+    rounded_models = {"int8": _logits_with(model, tokens, _round_input)}
     with torch.no_grad():
-        rounded_model = model(tokens).logits.numpy()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(torch.from_numpy(to_bfloat16(module.weight.numpy())))
+    rounded_models["bfloat16"] = _logits_with(model, tokens, _narrow_input)
     # A value beside the middle of two levels may go either way: about one of 10,000 does, and changes what follows it.
-    assert _rms(found["int8"][0] - rounded_model) < 0.2 * _rms(found["int8"][0] - found["float32"][0])
-    for exact, rounded in zip(found["float32"], found["int8"], strict=True):
-        assert 1e-4 < _rms(rounded - exact) / _rms(exact) < 0.1
+    for compute, expected in rounded_models.items():
+        assert _rms(found[compute][0] - expected) < 0.2 * _rms(found[compute][0] - found["float32"][0]), compute
+        for exact, rounded in zip(found["float32"], found[compute], strict=True):
+            assert 1e-4 < _rms(rounded - exact) / _rms(exact) < 0.1, compute
 
 
 @pytest.mark.nightly  # half a minute of compilation
@@ -114,23 +135,41 @@ def test_embeddings_keep_their_bits_in_a_batch_and_come_near_float32(tmp_path: P
             for text, path, vector, other in zip(texts, adapters, together, backwards, strict=True):
                 np.testing.assert_array_equal(vector, other)
                 np.testing.assert_array_equal(vector, llm.embed(text, path)[0])
-    for exact, rounded in zip(found["float32"], found["int8"], strict=True):
-        assert 1e-4 < np.abs(rounded - exact).max() < 0.1
+    for compute in ("int8", "bfloat16"):
+        for exact, rounded in zip(found["float32"], found[compute], strict=True):
+            assert 1e-4 < np.abs(rounded - exact).max() < 0.1, compute
 
 
-def _packed(spec: ModelSpec, weight_dtype: WeightDtype, tensors: Iterator[tuple[str, np.ndarray]]) -> Weights:
-    """The decoder's weights for products in integers."""
+def _packed(
+    spec: ModelSpec, weight_dtype: WeightDtype, tensors: Iterator[tuple[str, np.ndarray]], compute: Compute = "int8"
+) -> Weights:
+    """The decoder's weights for rounded products."""
+    products = Products(compute, product_rows(spec, 8, 8))
     with closing(ThreadTeam(1)) as team:
-        return WeightPacker(spec, 64, weight_dtype, team, integer_rows(spec, 8, 8)).pack_all(tensors)
+        return WeightPacker(spec, 64, weight_dtype, team, products).pack_all(tensors)
 
 
-def test_routers_stay_in_float32() -> None:
+@pytest.mark.parametrize(("compute", "kind"), [("int8", DotPanels), ("bfloat16", Bf16Panels)])
+def test_routers_stay_in_float32(compute: Compute, kind: type) -> None:
     spec = mixture_spec()
-    weights = _packed(spec, "auto", grid_tensors(spec, 1))
+    weights = _packed(spec, "auto", grid_tensors(spec, 1), compute)
     assert weights.experts is not None
-    in_integers = {name for name in weights.experts._fields if isinstance(getattr(weights.experts, name), DotPanels)}
-    assert in_integers == {"gate_up", "down", "shared_gate_up", "shared_down"}
-    assert all(isinstance(stack, DotPanels) for stack in (weights.qkv, weights.o, weights.head))
+    rounded = {name for name in weights.experts._fields if isinstance(getattr(weights.experts, name), kind)}
+    assert rounded == {"gate_up", "down", "shared_gate_up", "shared_down"}
+    assert all(isinstance(stack, kind) for stack in (weights.qkv, weights.o, weights.head))
+
+
+def test_weights_in_bfloat16_are_the_checkpoints_rounded() -> None:
+    """As `PackedModules` reads them, for DoRA's norms above all; and on any grid or none."""
+    spec = dense_spec()
+    tensors = dict(_off_grid(spec))
+    weights = _packed(spec, "auto", iter(tensors.items()), "bfloat16")
+    key = LoraKey(1, "down_proj")
+    panels = PackedModules(spec, weights).panels(key)  # [P, d_in, 16]
+    columns = panels.swapaxes(1, 2).reshape(-1, panels.shape[1])[: spec.hidden_size]
+    np.testing.assert_array_equal(columns, to_bfloat16(tensors["model.layers.1.mlp.down_proj.weight"]))
+    with pytest.raises(ValidationError, match=r"engine\.cpu\.weight_dtype\s+is int8; set it to auto"):
+        CpuConfig(compute="bfloat16", weight_dtype="int8")
 
 
 def test_weights_that_8_bits_would_change_are_refused_unless_they_may_be_rounded() -> None:
@@ -143,12 +182,13 @@ def test_weights_that_8_bits_would_change_are_refused_unless_they_may_be_rounded
 
 
 def test_a_machine_that_computes_no_form_exactly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert integer_form(EngineConfig()) is None
-    assert integer_form(INT8) == active_form()
-    monkeypatch.setattr(weight_stacks, "active_form", lambda: None)
-    assert integer_form(EngineConfig()) is None
-    with pytest.raises(ConfigError, match=r"engine\.cpu\.compute is int8, but no form"):
-        integer_form(INT8)
+    assert product_form(EngineConfig()) is None
+    for config, self_test in ((INT8, int8_self_test), (BF16, bf16_self_test)):
+        assert product_form(config) == self_test.active_form()
+        monkeypatch.setattr(self_test, "active_form", lambda: None)
+        assert product_form(EngineConfig()) is None
+        with pytest.raises(ConfigError, match=rf"engine\.cpu\.compute is {config.compute}, but no form"):
+            product_form(config)
 
 
 def test_the_arithmetic_is_a_part_of_the_digest(tmp_path: Path) -> None:
@@ -157,6 +197,6 @@ def test_the_arithmetic_is_a_part_of_the_digest(tmp_path: Path) -> None:
     plain = load_checkpoint(tmp_path)
     assert EngineConfig().compute == EngineConfig(xla=XlaConfig()).compute == "float32"
     assert open_model(str(tmp_path), plain.spec.name, EngineConfig().compute).spec == plain.spec
-    rounded = open_model(str(tmp_path), plain.spec.name, INT8.compute).spec
-    assert rounded == dataclasses.replace(plain.spec, digest=rounded.digest)
-    assert len({root_hash(spec.digest, None, b"") for spec in (plain.spec, rounded)}) == 2
+    rounded = [open_model(str(tmp_path), plain.spec.name, config.compute).spec for config in (INT8, BF16)]
+    assert all(spec == dataclasses.replace(plain.spec, digest=spec.digest) for spec in rounded)
+    assert len({root_hash(spec.digest, None, b"") for spec in (plain.spec, *rounded)}) == 3

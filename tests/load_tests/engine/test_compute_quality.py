@@ -1,4 +1,4 @@
-"""The quality of products in integers: float32's log-probabilities are transformers', and perplexities are theirs."""
+"""The quality of rounded products: float32's log-probabilities are transformers', and perplexities are theirs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
         np.testing.assert_allclose(log_probabilities(backend, window), rows, atol=1e-4)
     backend.close()
     losses = [-rows[np.arange(WINDOW - 1), window[1:]] for window, rows in zip(windows, expected, strict=True)]
-    count, _, _, perplexity, *_ = divergence(tmp_path, 2 * WINDOW + 9).split()
-    assert int(count) == 510
-    assert float(perplexity) == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
+    lines = divergence(tmp_path, 2 * WINDOW + 9).splitlines()
+    assert [line.split(" in ")[2].split()[0] for line in lines] == ["int8", "bfloat16"]
+    for line in lines:
+        count, _, _, perplexity, *_ = line.split()
+        assert int(count) == 510
+        assert float(perplexity) == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
