@@ -68,7 +68,7 @@ class CpuConfig(_Section):
         "float32",
         description="Arithmetic of base products: float32; int8, faster and less exact, for projections in 8 bits: "
         "their inputs are rounded to 8 bits in groups of 32, as by llama.cpp; or bfloat16, which rounds weights and "
-        "inputs to bfloat16 and is fastest on processors with AMX. Each is a base model version of its own, with its "
+        "inputs to bfloat16, for processors with AMX. Each is a base model version of its own, with its "
         "own tenants and adapters.",
     )
 
