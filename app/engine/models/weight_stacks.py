@@ -60,7 +60,7 @@ def product_form(compute: Compute) -> str | None:
     """
     if compute == "float32":
         return None
-    form = (int8_self_test if compute == "int8" else bf16_self_test).active_form()
+    form: str | None = (int8_self_test if compute == "int8" else bf16_self_test).active_form()
     if form is None:
         raise ConfigError(
             f"engine.cpu.compute is {compute}, but no form of its products gives the reference's bits on this "
@@ -118,5 +118,6 @@ class Products(NamedTuple):
 def _num_groups(stack: FilledStack | bf16.Bf16Panels) -> int:
     """Groups of a column of weights that can be multiplied by rounded rows; 0 for float32."""
     if isinstance(stack, bf16.Bf16Panels):
-        return stack.pairs.shape[2]
+        num_groups: int = stack.pairs.shape[2]
+        return num_groups
     return stack.scales.shape[2] if isinstance(stack, Int8Panels) else 0
