@@ -130,7 +130,9 @@ class PackedModules:
         """Log at start which modules have which type, so that an operator sees what `auto` chose."""
         names = [module.name for module in self._modules] + ["head"] * hasattr(self._weights, "head")
         kinds = {"float32": np.ndarray, "8 bits": Int8Panels | DotPanels, "bfloat16": Bf16Panels}
-        found = {title: [name for name in names if isinstance(self._array(name), kind)] for title, kind in kinds.items()}
+        found = {
+            title: [name for name in names if isinstance(self._array(name), kind)] for title, kind in kinds.items()
+        }
         parts = [f"in {title}: {', '.join(own)}" for title, own in found.items() if own]
         _LOGGER.info("%s: base weights %s", self._name, "; ".join(parts))
 

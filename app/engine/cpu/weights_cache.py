@@ -6,8 +6,8 @@ without reading the checkpoint's tensors, and all engines on the machine share o
 
 The file's name is a digest of all that decides its contents: the checkpoint's own digest, the settings that the caller
 names, and the source code that packs. A checksum is verified whenever a file is mapped; a file that does not match is
-packed again. Each array lies in pages of its own, as aligned as any kernel wants it, behind a pickle of their structure, which the cache's owner alone
-can write, like the compiled kernels beside it.
+packed again. Each array lies in pages of its own, as aligned as any kernel wants it, behind a pickle of the structure.
+The cache's owner alone can write it, like the compiled kernels beside it.
 """
 
 from __future__ import annotations
