@@ -271,7 +271,9 @@ async def test_a_drained_replica_is_replaced_and_no_request_fails(service: Servi
         has_replaced.set()
         await asyncio.gather(*asking)
         audit = (await http.get(f"/v1/audit?name={replica_id}")).json()["data"]
-    assert [each["action"] for each in audit] == ["drain replica"]
+    # What was refused is recorded too, if placement did not know yet that the replica drains.
+    assert {each["action"] for each in audit} == {"drain replica"}
+    assert 1 <= len(audit) <= 2
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
     assert replica_id not in {item["replica_id"] for item in handle("replica_stats")}

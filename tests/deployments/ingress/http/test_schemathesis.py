@@ -165,9 +165,12 @@ def request_of(client: httpx.AsyncClient, case: Any) -> httpx.Request | None:
         headers["Authorization"] = f"Bearer {ADMIN_KEY}"
     body = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body
     try:
-        return client.build_request(prepared.method, prepared.url, headers=headers, content=body)
+        request = client.build_request(prepared.method, prepared.url, headers=headers, content=body)
     except (UnicodeEncodeError, httpx.InvalidURL):
         return None
+    if case.path == "/v1/overview" and "stream" in request.url.params:
+        return None  # the page's events have no end, and this transport waits for it: test_overview.py reads them
+    return request
 
 
 async def test_no_request_gets_a_5xx(writing: Service) -> None:
