@@ -212,8 +212,8 @@ class LLM:
         sampling = SamplingParams(**own.sampling) if sampling is None else sampling
         if sampling.eos_token_ids is None:
             sampling = replace(sampling, eos_token_ids=own.eos_token_ids)
-        if sampling.grammar and own.added_tokens:
-            sampling = replace(sampling, grammar_tokens=AdapterTokenizer(None, {}, own.added_tokens).to_json())
+        if sampling.grammar:
+            sampling = replace(sampling, grammar_tokens=own.vocabulary.to_json())
         request = GenerateRequest(
             request_id=str(next(self._request_ids)),
             tenant_id=TENANT,

@@ -65,6 +65,19 @@ class SamplingBatch:
     masks: TokenMasks | None = None
     targets: NDArray[np.int32] | None = None
 
+    def take(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        """The parameters of some rows."""
+        arrays = ("temperature", "top_p", "top_k", "min_p", "presence", "frequency", "repetition", "seeds")
+        arrays += ("positions", "num_logprobs", "prompt_lens")
+        masks, targets = self.masks, self.targets
+        return SamplingBatch(
+            **{name: getattr(self, name)[rows] for name in arrays},
+            history=tuple(self.history[row] for row in rows),
+            biases=tuple(self.biases[row] for row in rows) if self.biases else (),
+            masks=None if masks is None else TokenMasks(masks.of_row[rows], masks.words),
+            targets=None if targets is None else targets[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PoolingBatch:

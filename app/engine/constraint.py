@@ -19,6 +19,9 @@ _ALL = np.uint32(0xFFFFFFFF)
 class Matcher(Protocol):
     """What a constraint needs of `backend_guidance.GrammarMatcher`, which this module may not import (layers)."""
 
+    @property
+    def num_words(self) -> int: ...
+
     def consume(self, token_ids: list[int]) -> None: ...
 
     def fill(self, words: NDArray[np.uint32]) -> None: ...
@@ -45,6 +48,11 @@ class Constraint:
         self._num_seen = num_seen
         self.error: InvalidRequest | None = None
         self.num_sure = 0
+
+    @property
+    def num_words(self) -> int:
+        """The words of a mask."""
+        return self._matcher.num_words
 
     def matcher_after(self, output_ids: NDArray[np.int32]) -> Matcher | None:
         """A copy of the matcher that has consumed `output_ids` [n], all generated tokens.

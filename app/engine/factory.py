@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from app.engine.adapters.adapter import FEATURES, SCORE_HEAD
+from app.engine.adapters.adapter import FEATURES, RESIZED, SCORE_HEAD
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, VllmConfig, XlaConfig
 from app.engine.engine import Engine
@@ -77,7 +77,7 @@ def served_features(config: EngineConfig) -> frozenset[str]:
         case VllmConfig():
             return VLLM_FEATURES
         case CudaConfig():
-            return FEATURES - {SCORE_HEAD}
+            return FEATURES - {SCORE_HEAD, RESIZED}
     return FEATURES
 
 

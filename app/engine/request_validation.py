@@ -7,6 +7,7 @@ the field, the value and the limit. It runs in the caller's thread, so the engin
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,7 +47,9 @@ class RequestValidator:
     def request(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
         """Raises InvalidRequest (ContextOverflow), UnsupportedField, MergedAdapterOnly, and what `adapter` raises."""
         capacity = self._limits.num_kv_blocks * self._limits.block_size
-        validate_request(request, self._spec, self._max_model_len, capacity)
+        resized = 0 if adapter is None else adapter.card.vocab_size
+        spec = replace(self._spec, vocab_size=resized) if resized else self._spec
+        validate_request(request, spec, self._max_model_len, capacity)
         if request.pooling is not None and not self._limits.can_embed:
             raise UnsupportedField("this engine cannot compute embeddings; use engine.cpu", param="pooling")
         _check_task(request, adapter)

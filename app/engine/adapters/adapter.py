@@ -73,6 +73,8 @@ class TokenRows(NamedTuple):
 
 #: Applies from its invocation tokens on (`app.engine.adapters.card`); needs no other arithmetic, only shorter runs.
 ACTIVATED = "activated LoRA"
+#: Has embedding and output matrices of another number of rows than the base's.
+RESIZED = "a resized vocabulary"
 #: Classifies or ranks texts instead of generating (`app.engine.adapters.score_head`).
 SCORE_HEAD = "a score head"
 
@@ -91,6 +93,7 @@ FEATURES = frozenset(
         "trained token rows",
         ACTIVATED,
         SCORE_HEAD,
+        RESIZED,
     }
 )
 
@@ -103,12 +106,14 @@ MAY_BE_COPIES = frozenset({"trained embedding", "trained lm_head"})
 class LoraAdapter:
     """A validated adapter: its card, one `LoraPair` per target module, and its extra weights.
 
-    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`). delta_biases
-    (lora_bias): `[d_out]` float32, added with the delta, scale folded in. outer: float32 deltas of "embed_tokens" (a
-    `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and of "lm_head". replaced: base tensors that the adapter replaces,
-    by canonical name ("model.norm.weight"); "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the
-    output's, even where the base ties them; and a score head's tensors. token_rows: replaced rows of "embed_tokens" and
-    "lm_head". scales, outer_scales: factors already folded into b, where not 1; only combining adapters needs them.
+    N is the adapter's number of tokens: the base's V unless its card has a `vocab_size`. magnitudes: DoRA's m `[d_out]`
+    float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`). delta_biases (lora_bias): `[d_out]` float32,
+    added with the delta, scale folded in. outer: float32 deltas of "embed_tokens" (a `[r, N]`, b `[r, H]`: row t gains
+    b.T @ a[:, t]) and of "lm_head". replaced: base tensors that the adapter replaces, by canonical name
+    ("model.norm.weight"); "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the output's, even
+    where the base ties them, both of N rows; and a score head's tensors. token_rows: replaced rows of "embed_tokens"
+    and "lm_head"; ids from V on have a row at both ends. scales, outer_scales: factors already folded into b, where not
+    1; only combining adapters needs them.
     """
 
     card: AdapterCard
@@ -138,7 +143,7 @@ class LoraAdapter:
 
         Reads no further than the first pair with values in both matrices.
         """
-        has_whole = bool(self.magnitudes or self.replaced or self.token_rows)
+        has_whole = bool(self.magnitudes or self.replaced or self.token_rows or self.card.vocab_size)
         pairs = (*self.weights.values(), *self.outer.values())
         has_values = has_whole or any(pair.a.any() and pair.b.any() for pair in pairs)
         return not has_values and not any(bias.any() for bias in self.delta_biases.values())
@@ -156,6 +161,8 @@ class LoraAdapter:
             found.add("trained token rows")
         if self.card.invocation_tokens:
             found.add(ACTIVATED)
+        if self.card.vocab_size:
+            found.add(RESIZED)
         return frozenset(found)
 
 

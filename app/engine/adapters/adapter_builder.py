@@ -59,17 +59,18 @@ def build_adapter(
     if not raw.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
-    table = layer_modules(spec)
+    table, vocab_size = layer_modules(spec), _vocab_size(raw, spec)
     _check_invocation(raw, table, spec, limits)
     for module in raw.modules:
         place = table.get(module.path)
         if place is None:
-            name, pair = _outer_pair(module, raw.text, spec, limits)
+            name, pair = _outer_pair(module, vocab_size, spec, limits)
             parts.outer[name] = pair
             parts.outer_scales[name] = module.scale
         else:
             parts.add(module, place, spec, limits)
-    replaced, token_rows = _replaced_tensors(raw, spec), _token_rows(raw, spec)
+    replaced, token_rows = _replaced_tensors(raw, vocab_size, spec), _token_rows(raw, spec)
+    _check_appended_rows(raw, replaced, token_rows, vocab_size, spec)
     for path, place in table.items():
         if _has_deltas_only(place) and any(f"{path}.{kind}" in replaced for kind in ("weight", "bias")):
             raise AdapterFormatError(f"'{path}' is replaced as a whole, which is not served; train a LoRA on it")
@@ -77,8 +78,9 @@ def build_adapter(
             raise AdapterFormatError(
                 f"module '{path}' is replaced as a whole and also has a LoRA; merge the LoRA into its weight"
             )
+    whole = (*replaced.values(), *(rows.rows for rows in token_rows.values()))
     adapter = LoraAdapter(
-        _make_card(raw, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
+        _make_card(raw, spec, parts, whole, 0 if vocab_size == spec.vocab_size else vocab_size),
         MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: item[0].sort_key))),
         MappingProxyType(dict(sorted(parts.magnitudes.items()))),
         MappingProxyType(dict(sorted(parts.delta_biases.items()))),
@@ -141,7 +143,9 @@ class _Parts:
                 self.delta_biases[key] = bias[index]
 
 
-def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
+def _make_card(
+    raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...], vocab_size: int
+) -> AdapterCard:
     """The card; `whole` are the arrays that replace the base's."""
     arrays: list[Matrix] = [array for pair in (*parts.weights.values(), *parts.outer.values()) for array in pair]
     arrays += [*parts.magnitudes.values(), *parts.delta_biases.values(), *whole]
@@ -157,6 +161,7 @@ def _make_card(raw: RawAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDA
         text=raw.text,
         invocation_tokens=raw.invocation_tokens,
         metadata=raw.metadata,
+        vocab_size=vocab_size,
     )
 
 
@@ -188,8 +193,8 @@ def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelS
         )
 
 
-def _outer_pair(module: RawModule, raw_text: str, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
-    shapes = {EMBEDDING_PATH: (spec.vocab_size, spec.hidden_size), "lm_head": (spec.hidden_size, spec.vocab_size)}
+def _outer_pair(module: RawModule, vocab_size: int, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
+    shapes = {EMBEDDING_PATH: (vocab_size, spec.hidden_size), "lm_head": (spec.hidden_size, vocab_size)}
     if module.path not in shapes:
         raise AdapterMismatch(
             f"module {short(module.path)} does not exist in '{spec.name}' ({len(spec.layers)} layers); "
@@ -199,15 +204,15 @@ def _outer_pair(module: RawModule, raw_text: str, spec: ModelSpec, limits: ReadL
         part = "lora_bias" if module.magnitude is None else "DoRA"
         raise AdapterFormatError(f"{part} on '{module.path}' is not served; train it without")
     d_in, d_out = shapes[module.path]
-    num_rows = module.a.shape[1:] if module.path == EMBEDDING_PATH else module.b.shape[:1]
-    _check_vocabulary(module.path, num_rows, raw_text, spec)
     _check_shapes(module, d_in, (d_out,), spec, limits)
     a, b = _fold(module, (d_out,))[0]
     return module.path.rsplit(".", 1)[-1], LoraPair(read_only(to_float32(a)), read_only(to_float32(b)))
 
 
-def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
-    shapes = expected_tensors(spec) | {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+def _replaced_tensors(raw: RawAdapter, vocab_size: int, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
+    shapes = expected_tensors(spec)
+    if spec.encoder is None:
+        shapes |= dict.fromkeys(_OUTER_WEIGHTS, (vocab_size, spec.hidden_size))
     parameters = dict(raw.parameters)
     wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(raw, name)]
     if spec.tie_embeddings and wrapped:
@@ -223,8 +228,6 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
             check_head(name, tensor, spec)
             replaced[name] = read_only(_finite(tensor, name))
             continue
-        if name in _OUTER_WEIGHTS and tensor.shape[1:] == (spec.hidden_size,):
-            _check_vocabulary(name, tensor.shape[:1], raw.text, spec)
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
                 f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
@@ -238,33 +241,54 @@ def _replaced_tensors(raw: RawAdapter, spec: ModelSpec) -> dict[str, NDArray[np.
     return replaced
 
 
-def _check_vocabulary(
-    what: str, num_rows: tuple[int, ...], text: str, spec: ModelSpec, *, is_least: bool = False
-) -> None:
-    """Raise AdapterMismatch, with the added tokens, if a matrix was resized to another vocabulary than the base's.
-
-    num_rows: (rows of the adapter's matrix,). is_least: whether a base with more rows is right, too. text: see
-    `AdapterCard.text`.
+def _vocab_size(raw: RawAdapter, spec: ModelSpec) -> int:
+    """The number of rows of the embedding and output matrices in training: the base's, unless they were resized.
+    Raises AdapterMismatch for two numbers.
     """
-    if not num_rows or num_rows[0] == spec.vocab_size or (is_least and num_rows[0] < spec.vocab_size):
-        return
-    added = AdapterTokenizer.from_json(text).added_tokens
-    new = sorted((own.token_id, token) for token, own in added.items() if own.token_id >= spec.vocab_size)
-    if num_rows[0] < spec.vocab_size:
-        cause = (
-            "the embeddings were made smaller before training, or the adapter was trained on another model; train "
-            "without resize_token_embeddings"
+    sizes = {}
+    for module in raw.modules:
+        if module.path == EMBEDDING_PATH and len(module.a.shape) == 2:
+            sizes[module.path] = module.a.shape[1]
+        elif module.path == "lm_head" and len(module.b.shape) == 2:
+            sizes[module.path] = module.b.shape[0]
+    for name, tensor in raw.parameters:
+        if name in _OUTER_WEIGHTS and tensor.shape[1:] == (spec.hidden_size,):
+            sizes[name] = tensor.shape[0]
+    trained = {rows.path: max(rows.token_ids) + 1 for rows in raw.token_rows}
+    size = next(iter(sizes.values()), max(spec.vocab_size, *trained.values(), 0))
+    wrong = [name for name, found in sizes.items() if found != size]
+    wrong += [path for path, least in trained.items() if least > size]
+    if wrong:
+        (first, *_), found = sizes or [spec.name], (sizes | trained)[wrong[0]]
+        raise AdapterMismatch(
+            f"{short(first)} has {size} rows, but {short(wrong[0])} {found}; resize both ends with "
+            "resize_token_embeddings before training"
         )
-    else:
-        named = f" ({', '.join(short(token) for _, token in new[:5])}, from id {new[0][0]} on)" if new else ""
-        cause = (
-            f"the adapter was trained after {num_rows[0] - spec.vocab_size} tokens were added{named} and the "
-            "embeddings resized. Rows beyond the base's are not served: train without resize_token_embeddings, with "
-            "trainable_token_indices for tokens that the base already has or new ones for which it has rows, or serve "
-            "a base that was saved after resizing"
-        )
-    found = f"names token {num_rows[0] - 1}" if is_least else f"has {num_rows[0]} rows"
-    raise AdapterMismatch(f"{short(what)} {found}, but '{spec.name}' has {spec.vocab_size} tokens: {cause}")
+    return size
+
+
+def _check_appended_rows(
+    raw: RawAdapter,
+    replaced: Mapping[str, NDArray[np.float32]],
+    token_rows: Mapping[str, TokenRows],
+    vocab_size: int,
+    spec: ModelSpec,
+) -> None:
+    """Raise AdapterMismatch for a token beyond the base's that has no row at one end."""
+    for path, weight in zip(OUTER_MODULES, _OUTER_WEIGHTS, strict=True):
+        if weight in replaced or (path == "lm_head" and any(map(is_head, replaced))):
+            continue
+        name, missing = path.rsplit(".", 1)[-1], spec.vocab_size
+        for token_id in sorted(token_rows[name].token_ids if name in token_rows else ()):
+            missing += token_id == missing
+        if missing < vocab_size:
+            added = AdapterTokenizer.from_json(raw.text).added_tokens
+            text = next((f" ({short(text)})" for text, own in added.items() if own.token_id == missing), "")
+            raise AdapterMismatch(
+                f"the adapter was trained after {vocab_size - spec.vocab_size} tokens were added to the "
+                f"{spec.vocab_size} of '{spec.name}', but it has no row of {name} for token {missing}{text}; save it "
+                "again with save_embedding_layers=True"
+            )
 
 
 def _is_wrapped(raw: RawAdapter, name: str) -> bool:
@@ -277,11 +301,10 @@ def _token_rows(raw: RawAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
     for rows in raw.token_rows:
         if rows.path not in OUTER_MODULES:
             raise AdapterMismatch(f"rows of {short(rows.path)}: only {' and '.join(OUTER_MODULES)} have rows per token")
-        _check_vocabulary(rows.path, (max(rows.token_ids) + 1,), raw.text, spec, is_least=True)
-        if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
+        if rows.rows.shape != (len(rows.token_ids), spec.hidden_size):
             raise AdapterMismatch(
-                f"{rows.path}: {list(rows.rows.shape)} trained rows for token ids up to {max(rows.token_ids)}, but "
-                f"{len(rows.token_ids)} are named and '{spec.name}' has {spec.vocab_size} of {spec.hidden_size}"
+                f"{rows.path}: {list(rows.rows.shape)} trained rows, but {len(rows.token_ids)} are named and those of "
+                f"'{spec.name}' have {spec.hidden_size} values"
             )
         name = rows.path.rsplit(".", 1)[-1]
         found[name] = TokenRows(rows.token_ids, read_only(_finite(rows.rows, rows.path)))

@@ -80,11 +80,18 @@ class AdapterTokenizerCache:
     def strip_base(self, card: AdapterCard) -> AdapterCard:
         """The card with only what is the adapter's own. Raises AdapterMismatch (see `own_tokenizer`) and
         AdapterTooLarge."""
-        if not card.text:
+        if not card.text and not card.vocab_size:
             return card
         with self._lock:
             self._base = self._base or self._load()
-        text = own_tokenizer(AdapterTokenizer.from_json(card.text), self._base, self._spec).to_json()
+        spec = replace(self._spec, vocab_size=card.vocab_size) if card.vocab_size else self._spec
+        if card.vocab_size and card.vocab_size < self._base.vocab_size:
+            raise AdapterMismatch(
+                f"the adapter's embeddings have {card.vocab_size} rows, but the base's tokenizer has "
+                f"{self._base.vocab_size} tokens; the adapter was trained on another model"
+            )
+        own = own_tokenizer(AdapterTokenizer.from_json(card.text), self._base, spec)
+        text = own._replace(vocab_size=card.vocab_size).to_json()
         if len(text.encode()) > DEFAULT_LIMITS.max_text_bytes:
             raise AdapterTooLarge(
                 f"the adapter's chat template and tokens have {len(text.encode())} bytes that the base model does not "
@@ -104,7 +111,7 @@ def own_tokenizer(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> A
     The `eos_token_id` of the result are all tokens that end an answer: those of the adapter's generation_config.json,
     or else the base's; and before them the tokenizer's eos_token if it is not the base's, as transformers' trainer
     aligns a generation_config with a tokenizer. Raises AdapterMismatch for a token that the base's tokenizer has under
-    another id, or that has no row in the embeddings.
+    another id, or that has no row in the embeddings. spec: with the adapter's own `vocab_size`.
     """
     new = {}
     for token, own in text.added_tokens.items():
@@ -118,7 +125,7 @@ def own_tokenizer(text: AdapterTokenizer, base: Tokenizer, spec: ModelSpec) -> A
         if found is None and own.token_id >= spec.vocab_size:
             raise AdapterMismatch(
                 f"the adapter's tokenizer has the token {short(token)} as id {own.token_id}, and the embeddings of "
-                f"'{spec.name}' have {spec.vocab_size} rows; serve a base that was saved after resizing them, or take "
+                f"'{spec.name}' have {spec.vocab_size} rows; call resize_token_embeddings before training, or take "
                 "the token out of the adapter's folder if it is not used"
             )
         if found is None:

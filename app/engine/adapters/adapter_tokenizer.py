@@ -41,13 +41,14 @@ _HEAD_BYTES = 8 << 20
 class AdapterTokenizer(NamedTuple):
     """chat_template: Jinja source or None. special_tokens: name → text ("eos_token" → "<|im_end|>"; "" for null).
     added_tokens: by text, tokens that are matched as a whole. generation: the fields of generation_config.json
-    that are applied (`GENERATION_FIELDS`), by transformers' names.
+    that are applied (`GENERATION_FIELDS`), by transformers' names. vocab_size: see `AdapterCard`.
     """
 
     chat_template: str | None
     special_tokens: Mapping[str, str]
     added_tokens: Mapping[str, NewToken]
     generation: Mapping[str, Any] = MappingProxyType({})
+    vocab_size: int = 0
 
     @property
     def changes_prompts(self) -> bool:
@@ -83,18 +84,25 @@ class AdapterTokenizer(NamedTuple):
         """The opposite of `to_json`. Raises AdapterFormatError."""
         if not text:
             return cls(None, {}, {})
-        found = {"generation": {}} | parse_object(text.encode(), "the adapter's text")
-        template, special, added, generation = (found.get(name) for name in cls._fields)
+        found = {"generation": {}, "vocab_size": 0} | parse_object(text.encode(), "the adapter's text")
+        template, special, added, generation, vocab_size = (found.get(name) for name in cls._fields)
         if (
             set(found) != set(cls._fields)
             or not isinstance(template, str | None)
             or not (isinstance(special, dict) and all(isinstance(token, str) for token in special.values()))
             or not (isinstance(added, dict) and all(map(_is_token, added.values())))
             or not isinstance(generation, dict)
+            or type(vocab_size) is not int
+            or not 0 <= vocab_size < 2**31
         ):
             raise AdapterFormatError(f"the adapter's text is {short(text)}; write it with `polylora convert`")
         tokens = {token: NewToken(token_id, tuple(flags)) for token, (token_id, flags) in added.items()}
-        return cls(template, special, tokens, _generation(generation))
+        return cls(template, special, tokens, _generation(generation), vocab_size)
+
+    @property
+    def vocabulary(self) -> AdapterTokenizer:
+        """Only what changes the vocabulary."""
+        return AdapterTokenizer(None, {}, self.added_tokens, {}, self.vocab_size)
 
 
 #: `AdapterTokenizer.from_json` for the texts of registered adapters, which every request of theirs needs; the last ones

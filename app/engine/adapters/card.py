@@ -41,7 +41,8 @@ class AdapterCard:
     in a prompt (activated LoRA, `invocation_start`); () for an ordinary adapter. `metadata`: a card file's free
     metadata (version, author, …), for a PEFT folder the base model that it names (`TRAINED_ON`), as a JSON object of
     strings, "" for none. `is_zero`: it changes nothing, so it is the base model under another name. `has_score_head`:
-    it scores texts and generates none (`score_head`).
+    it scores texts and generates none (`score_head`). `vocab_size`: the rows of its embedding and output matrices where
+    they were resized; 0: as many as the base's.
     """
 
     digest: str
@@ -57,6 +58,7 @@ class AdapterCard:
     metadata: str = ""
     is_zero: bool = False
     has_score_head: bool = False
+    vocab_size: int = 0
 
 
 def invocation_start(prompt: NDArray[np.int32], invocation: Sequence[int]) -> int | None:

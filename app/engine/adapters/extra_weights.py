@@ -33,9 +33,11 @@ Floats = NDArray[np.float32]
 ModuleKind = Literal["weight", "scale", "shift"]
 #: Kinds for the whole model; a `LayerNorm` ([H] or [head_dim]) is one layer's. Each replaces the base's.
 #: final_norm: [H].
-#: embed_rows: [n, H], replaces the rows embed_ids [n] (int64, ascending), or [V, H] without embed_ids.
-#: embed_a, embed_b: [V, r] and [r, H]; token t gains b.T @ a[t].
-#: head_weight: [V, H]. head_rows: [n, H], replaces the rows head_ids [n] (int64, ascending).
+#: embed_rows: [n, H], replaces the rows embed_ids [n] (int64, ascending), or [N, H] without embed_ids; N is the number
+#: of the adapter's tokens, V or another (`AdapterCard.vocab_size`).
+#: embed_a, embed_b: [N, r] and [r, H]; token t gains b.T @ a[t].
+#: head_weight: [V, H]. head_rows: [n, H], replaces the rows head_ids [n] (int64, ascending), or adds those from V on,
+#: with their deltas.
 #: head_a, head_b: [r, H] and [r, V]; logits gain b.T @ (a @ x).
 ModelKind = Literal[
     "final_norm",
@@ -88,7 +90,7 @@ def plan(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> tuple[Extr
         *_module_parts(adapter, spec, base),
         *_norm_parts(adapter),
         *_embedding_parts(adapter),
-        *_head_parts(adapter),
+        *_head_parts(adapter, spec.vocab_size),
     )
 
 
@@ -220,17 +222,35 @@ def _embedding_parts(adapter: LoraAdapter) -> Iterator[ExtraWeight]:
         yield ExtraWeight("embed_b", None, None, b)
 
 
-def _head_parts(adapter: LoraAdapter) -> Iterator[ExtraWeight]:
-    if LM_HEAD in adapter.replaced:
-        yield ExtraWeight("head_weight", None, None, adapter.replaced[LM_HEAD])
+def _head_parts(adapter: LoraAdapter, num_base: int) -> Iterator[ExtraWeight]:
+    """Logits of the base's tokens, num_base, and after them as token rows those of tokens that it lacks."""
+    weight, pair = adapter.replaced.get(LM_HEAD), adapter.outer.get("lm_head")
     ids, rows = _token_rows(adapter, "lm_head")
+    if weight is not None:
+        beyond = np.setdiff1d(np.arange(num_base, len(weight)), ids)
+        if len(beyond):
+            rows = np.concatenate([rows.reshape(-1, weight.shape[1]), weight[beyond]])
+            ids = np.concatenate([ids, beyond])
+            order = np.argsort(ids)
+            ids, rows = ids[order], rows[order]
+        yield ExtraWeight("head_weight", None, None, _with_length(weight, num_base))
+    first = int(np.searchsorted(ids, num_base))
+    if pair is not None and first < len(ids):
+        rows = rows.copy()
+        rows[first:] += pair.b[:, ids[first:]].T @ pair.a
     if len(ids):
         yield ExtraWeight("head_ids", None, None, ids)
         yield ExtraWeight("head_rows", None, None, rows)
-    if "lm_head" in adapter.outer:
-        a, b = adapter.outer["lm_head"]
-        yield ExtraWeight("head_a", None, None, a)
-        yield ExtraWeight("head_b", None, None, b)
+    if pair is not None:
+        yield ExtraWeight("head_a", None, None, pair.a)
+        yield ExtraWeight("head_b", None, None, _with_length(pair.b.T, num_base).T)
+
+
+def _with_length(values: Floats, length: int) -> Floats:
+    """The first `length` rows; zeros where there are fewer."""
+    if len(values) >= length:
+        return values[:length]
+    return np.concatenate([values, np.zeros((length - len(values), *values.shape[1:]), values.dtype)])
 
 
 def _token_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Floats]:

@@ -22,7 +22,7 @@ from app.engine.cpu.lora_memory import LoraMemory
 from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
-from app.engine.cpu.outputs import rows_of, sample, with_sums
+from app.engine.cpu.outputs import rows_of, sample, sample_resized, with_sums
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, product_rows
 from app.engine.cpu.weights_cache import packed_weights
 from app.engine.models.linear_modules import stacked_modules
@@ -120,8 +120,22 @@ class CpuBackend(AdapterBackend):
             cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables,
             self._k_memory, self._v_memory, step, work,
         )  # fmt: skip
-        output = sample(work.logits[: len(batch.sample_rows), : self.spec.vocab_size], batch.sampling, self._team)
+        output = self._sample(batch, runs)
         return with_sums(output, work.states, batch.pooling, self._team)
+
+    def _sample(self, batch: ForwardBatch, runs: NDArray[np.int64]) -> ForwardOutput:
+        work, num_base, extras = self._work, self.spec.vocab_size, self._extras
+        logits = work.logits[: len(batch.sample_rows), :num_base]
+        if not extras.has_resized or (extras.vocab_sizes[runs[:, 2]] == num_base).all():
+            return sample(logits, batch.sampling, self._team)
+        slots = token_slots(runs, len(batch.token_ids))[batch.sample_rows]  # [P]
+
+        def appended(row: int) -> Floats:
+            found = extras.appended_logits(int(slots[row]), work.head_inputs[row])
+            cap = self._sizes.logit_softcap
+            return found if cap == 0 else cap * np.tanh(found / cap)
+
+        return sample_resized(logits, extras.vocab_sizes[slots], appended, batch.sampling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
         """The last step's logits [num_rows, vocab_size], for tests; valid until the next step."""

@@ -37,6 +37,9 @@ class AdapterExtras:
         self._targets = targets_of(shared_table_modules(stacked_modules(spec)))
         self._held: dict[int, list[NDArray[np.generic]]] = {}
         self.tables = empty_tables(len(spec.layers), max_loras, len(self._targets))
+        #: [S], the tokens of each slot's adapter.
+        self.vocab_sizes = np.full(max_loras, spec.vocab_size, np.int64)
+        self.has_resized = False
 
     def held_bytes(self, adapter_slot: int) -> int:
         """Bytes of extra weights of the slot's adapter."""
@@ -44,6 +47,7 @@ class AdapterExtras:
 
     def release(self, adapter_slot: int) -> None:
         """Free the slot's extra weights."""
+        self._set_vocab_size(adapter_slot, self._spec.vocab_size)
         if self._held.pop(adapter_slot, None) is not None:
             for table in self.tables:
                 table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
@@ -68,8 +72,19 @@ class AdapterExtras:
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
         """Replace the slot's extra weights by those of `adapter`."""
         self.release(adapter_slot)
+        self._set_vocab_size(adapter_slot, adapter.card.vocab_size or self._spec.vocab_size)
         for part in plan(adapter, self._spec, self):
             self._place(adapter_slot, part)
+
+    def appended_logits(self, adapter_slot: int, inputs: Floats) -> Floats:
+        """The logits of the adapter's tokens that the base lacks. inputs: its row of `extra_head_inputs` [W]."""
+        num_rows = int(self.tables.num_head_ids[adapter_slot])
+        num_appended = int(self.vocab_sizes[adapter_slot]) - self._spec.vocab_size
+        return inputs[num_rows - num_appended : num_rows]
+
+    def _set_vocab_size(self, adapter_slot: int, vocab_size: int) -> None:
+        self.vocab_sizes[adapter_slot] = vocab_size
+        self.has_resized = bool((self.vocab_sizes != self._spec.vocab_size).any())
 
     def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
         """See `BaseWeights.dora_scale`."""

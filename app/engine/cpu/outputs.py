@@ -6,6 +6,7 @@ pooled rows are added in order, so no sequence changes another's output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -52,6 +53,39 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
         if count:
             top[p] = largest(row, count, normaliser)
     return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens), ranks=ranks)
+
+
+def sample_resized(
+    logits: NDArray[np.float32],
+    vocab_sizes: NDArray[np.int64],
+    appended: Callable[[int], NDArray[np.float32]],
+    sampling: SamplingBatch,
+    team: ThreadTeam,
+) -> ForwardOutput:
+    """`sample` where some rows have more tokens than the base's V, or fewer. logits: [P, V]; vocab_sizes: [P];
+    appended: the further logits of a row with more tokens.
+
+    Rows of one size are drawn together, from a copy.
+    """
+    num_rows, num_base = logits.shape
+    token_ids, logprobs = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+    top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
+    ranks = None if sampling.targets is None else np.zeros(num_rows, np.int32)
+    overflowed: list[int] = []
+    for size in np.unique(vocab_sizes).tolist():
+        rows = np.flatnonzero(vocab_sizes == size)
+        own = np.empty((len(rows), size), np.float32)
+        own[:, :num_base] = logits[rows, :size]
+        for index, row in enumerate(rows.tolist() if size > num_base else ()):
+            own[index, num_base:] = appended(row)
+        output = sample(own, sampling.take(rows), team)
+        token_ids[rows], logprobs[rows] = output.token_ids, output.logprobs
+        if ranks is not None:
+            ranks[rows] = output.ranks
+        for index, row in enumerate(rows.tolist()):
+            top[row] = output.top_logprobs[index]
+        overflowed += rows[list(output.overflowed)].tolist()
+    return ForwardOutput(token_ids, logprobs, tuple(top), tuple(sorted(overflowed)), ranks=ranks)
 
 
 def rows_of(pooling: PoolingBatch | None) -> NDArray[np.int32]:

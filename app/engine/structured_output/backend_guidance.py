@@ -69,12 +69,12 @@ class Vocabulary:
         if not text:
             return self
         if text not in self._own:
-            content = json.loads(self._tokenizer_json)
+            added, content = parsed_text(text), json.loads(self._tokenizer_json)
             content["added_tokens"] += [
                 {"id": own.token_id, "content": token, **{flag: flag in own.flags for flag in TOKEN_FLAGS}}
-                for token, own in sorted(parsed_text(text).added_tokens.items(), key=lambda item: item[1].token_id)
+                for token, own in sorted(added.added_tokens.items(), key=lambda item: item[1].token_id)
             ]
-            self._own[text] = Vocabulary(json.dumps(content), self._vocab_size, self._eos_token_ids)
+            self._own[text] = Vocabulary(json.dumps(content), added.vocab_size or self._vocab_size, self._eos_token_ids)
             if len(self._own) > _NUM_OWN:
                 self._own.popitem(last=False)
         self._own.move_to_end(text)
@@ -104,7 +104,8 @@ class Vocabulary:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         ends = None if eos_token_ids is None else EndTokens(self._eos_token_ids, tuple(eos_token_ids))
-        matcher = GrammarMatcher(found.deep_copy(), ends)  # a fresh copy: llguidance's limits count per matcher
+        # A fresh copy: llguidance's limits count per matcher.
+        matcher = GrammarMatcher(found.deep_copy(), self.num_words, ends)
         if prefix:
             matcher.consume(self._tokenizer.greedy_tokenize(prefix))
         return matcher
@@ -116,7 +117,7 @@ class Vocabulary:
 
     def complaint_about_prefix(self, grammar: str, prefix: str) -> str:
         """Why no answer of a valid grammar begins with this text; empty if one does."""
-        matcher = GrammarMatcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
+        matcher = GrammarMatcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.num_words)
         try:
             matcher.consume(self._tokenizer.greedy_tokenize(prefix))
         except InvalidRequest as error:
@@ -150,12 +151,12 @@ class EndTokens(NamedTuple):
 
 
 class GrammarMatcher:
-    """The position of one answer in its grammar. One thread at a time."""
+    """The position of one answer in its grammar. `num_words`: of a mask. One thread at a time."""
 
-    __slots__ = ("_ends", "_matcher")
+    __slots__ = ("_ends", "_matcher", "num_words")
 
-    def __init__(self, matcher: LLMatcher, ends: EndTokens | None = None) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, num_words: int, ends: EndTokens | None = None) -> None:
+        self._matcher, self.num_words = matcher, num_words
         self._ends = ends
 
     def consume(self, token_ids: list[int]) -> None:
@@ -177,7 +178,7 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """A copy at the same position, independent of this matcher."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._ends)
+        return GrammarMatcher(self._matcher.deep_copy(), self.num_words, self._ends)
 
     def forced_token_ids(self) -> list[int]:
         """The next tokens, as the tokenizer would write them, if the grammar allows only one text.

@@ -54,7 +54,7 @@ class GrammarCompiler:
         if self._masks is None:
             if all(sequence.constraint is None for sequence in drawing):
                 return None
-            self._masks = BitmaskBuilder(self._vocabulary.result().num_words)
+            self._masks = BitmaskBuilder()
         return self._masks.start(drawing)
 
     def wait_for_masks(self) -> None:
@@ -89,8 +89,7 @@ class GrammarCompiler:
 class BitmaskBuilder:
     """Computes masks on a thread of its own."""
 
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "masks")
         self._pending: Future[NDArray[np.uint32]] | None = None
 
@@ -118,9 +117,10 @@ class BitmaskBuilder:
         self._thread.shutdown()
 
     def _fill(self, work: list[tuple[Constraint, NDArray[np.int32], NDArray[np.int32]]]) -> NDArray[np.uint32]:
-        words = np.empty((sum(1 + len(draft_ids) for _, _, draft_ids in work), self._num_words), np.uint32)
+        num_words = max(constraint.num_words for constraint, _, _ in work)
+        words = np.zeros((sum(1 + len(draft_ids) for _, _, draft_ids in work), num_words), np.uint32)
         end = 0
         for constraint, output_ids, draft_ids in work:
             first, end = end, end + 1 + len(draft_ids)
-            constraint.fill(output_ids, draft_ids, words[first:end])
+            constraint.fill(output_ids, draft_ids, words[first:end, : constraint.num_words])
         return words

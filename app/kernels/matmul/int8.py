@@ -310,16 +310,17 @@ def _embedding_row_of(head, token, out):
 def embed(team, phase, token_ids, embedding, head, out):
     """out[t] = embedding row of token t. embedding: [V, H], or [0, H] to read the columns of `head` (a `Stack`).
 
-    One phase.
+    A token that only an adapter has gets any row, which the adapter's own replaces. One phase.
     """
     num_tokens, done = token_ids.shape[0], 0
+    num_rows = embedding.shape[0] if embedding.shape[0] > 0 else num_panels_of(layer_panels(head, 0)) * PANEL
     t = claim_piece(team, phase)
     while t < num_tokens:
         if embedding.shape[0] > 0:
             for i in range(out.shape[1]):
-                out[t, i] = embedding[token_ids[t], i]
+                out[t, i] = embedding[min(token_ids[t], num_rows - 1), i]
         else:
-            _embedding_row(head, token_ids[t], out[t])
+            _embedding_row(head, min(token_ids[t], num_rows - 1), out[t])
         done += 1
         t = claim_piece(team, phase)
     return finish_phase(team, phase, num_tokens, done)

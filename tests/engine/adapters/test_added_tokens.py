@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from app.engine.api import LLM, Generation
 from app.engine.config import CpuConfig, EngineConfig
-from app.engine.errors import AdapterMismatch
+from app.engine.errors import AdapterMismatch, InvalidRequest
 from app.engine.request import SamplingParams
+from app.engine.structured_output.grammar_builder import client_lark_grammar
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
 from tests.engine.adapters.test_adapter_tokenizer import fast
 from tests.engine.checkpoints import save, tiny_model
@@ -27,7 +30,7 @@ pytestmark = PEFT_WARNINGS
 #: The tokenizer of `fast` has 260 tokens, and the model more rows, like most published ones.
 NUM_ROWS = 288
 TEXTS = ["a<call>b", "<end><call> x", "no tokens of its own"]
-CONFIG = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=64, lora_pool_rows=64, max_loras=8)
+CONFIG = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=64, lora_pool_rows=64, max_loras=16)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, num_logprobs=5, prompt_logprobs=0)
 
 
@@ -46,25 +49,38 @@ def llm(base: tuple[Any, Path]) -> Iterator[LLM]:
         yield made
 
 
-def trained(model: Any, folder: Path, *tokens: str | AddedToken, **options: Any) -> Path:
-    """PEFT's folder of an adapter with random numbers, and its tokenizer with more tokens."""
+def trained(model: Any, folder: Path, *tokens: str | AddedToken, num_rows: int = NUM_ROWS, **options: Any) -> Path:
+    """PEFT's folder of an adapter with random numbers, and its tokenizer with more tokens.
+
+    num_rows: of the embeddings, resized in training.
+    """
     tokenizer = fast()
     tokenizer.add_tokens(list(tokens))
+    model = resized(model, num_rows)
     settings = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "down_proj"]} | options
     peft_model = get_peft_model(copy.deepcopy(model), LoraConfig(**settings))
     with torch.no_grad():
         for parameter in peft_model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(0, 0.15)
-    peft_model.save_pretrained(folder)
+    # With the base's name, PEFT finds out by itself whether it was resized.
+    peft_model.save_pretrained(folder, save_embedding_layers=num_rows != NUM_ROWS)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def resized(model: Any, num_rows: int) -> Any:
+    """A copy whose new rows are random."""
+    model = copy.deepcopy(model)
+    if num_rows != NUM_ROWS:
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
+    return model
 
 
 def under_peft(model: Any, folder: Path, text: str) -> tuple[list[int], list[float], str]:
     """Prompt and greedy answer as token ids, the log-probability of each but the first, and the answer's text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    adapted = PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+    adapted = PeftModel.from_pretrained(resized(model, rows_of(folder)), folder).eval()
     token_ids = tokenizer(text)["input_ids"]
     num_prompt = len(token_ids)
     with torch.no_grad():
@@ -73,6 +89,14 @@ def under_peft(model: Any, folder: Path, text: str) -> tuple[list[int], list[flo
         found = adapted(torch.tensor([token_ids])).logits[0].log_softmax(-1)
     logprobs = [float(found[at, token]) for at, token in enumerate(token_ids[1:])]
     return token_ids, logprobs, tokenizer.decode(token_ids[num_prompt:], skip_special_tokens=True)
+
+
+def rows_of(folder: Path) -> int:
+    """The rows of an adapter's embeddings, as far as its file has some."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    ends = [name for name in tensors if "layers." not in name and name.endswith("weight")]
+    found = {tensors[name].shape[0] for name in ends if tensors[name].shape[1] == 40 and ".lora_" not in name}
+    return found.pop() if found else NUM_ROWS
 
 
 def check(model: Any, folder: Path, text: str, answer: Generation) -> None:
@@ -117,7 +141,89 @@ def test_an_answer_has_the_tokens_of_its_adapter(tmp_path: Path, base: tuple[Any
     llm.remove_adapter(folder)
 
 
-def test_tokens_beyond_the_bases_rows_are_refused(tmp_path: Path, base: tuple[Any, Path], llm: LLM) -> None:
-    folder = trained(base[0], tmp_path / "it", *(f"<{index}>" for index in range(NUM_ROWS - 260 + 1)))
-    with pytest.raises(AdapterMismatch, match=f"'<28>' as id {NUM_ROWS}, and the embeddings of .* {NUM_ROWS} rows"):
+def new_tokens(num_rows: int) -> list[str]:
+    """As many as make the tokenizer so large."""
+    return [f"[{index}]" for index in range(num_rows - 260)]
+
+
+#: Rows in training and further options; token 289 is [29].
+RESIZED: dict[str, tuple[int, dict[str, Any]]] = {
+    "grown": (290, {}),
+    "grown more": (307, {}),
+    "trained ends": (291, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "trained rows": (290, {"trainable_token_indices": [3, 288, 289]}),
+    "tied, embedding LoRA": (290, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "untied, LoRA at both ends": (292, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "made smaller": (261, {}),
+    "made smaller, trained ends": (262, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "untied, made smaller, lm_head LoRA": (270, {"target_modules": ["q_proj", "lm_head"]}),
+}
+LONG = ["a[0]b", "[28]a [29]", "[29][29]"]
+
+
+def test_resized_vocabularies_answer_as_under_peft_in_one_batch(
+    tmp_path: Path, base: tuple[Any, Path], llm: LLM
+) -> None:
+    model, _ = base
+    is_tied = model.config.tie_word_embeddings
+    folders = {}
+    for name, (num_rows, options) in RESIZED.items():
+        if "tied" not in name or ("untied" in name) != is_tied:
+            folders[name] = trained(model, tmp_path / name, *new_tokens(num_rows), num_rows=num_rows, **options)
+    pairs = [(text, folder) for text in LONG for folder in folders.values()]
+    before = llm.generate(LONG, None, GREEDY)
+    texts, paths = [text for text, _ in pairs], [folder for _, folder in pairs]
+    answers = llm.generate(texts + LONG, [*paths, None, None, None], GREEDY)
+    for (text, folder), answer in zip(pairs, answers[:-3], strict=True):
+        check(model, folder, text, answer)
+        (alone,) = llm.generate(text, folder, GREEDY)
+        assert (alone.token_ids, alone.logprobs) == (answer.token_ids, answer.logprobs)
+    assert [(one.token_ids, one.logprobs) for one in answers[-3:]] == [(one.token_ids, one.logprobs) for one in before]
+    for folder in folders.values():
+        llm.remove_adapter(folder)
+
+
+@pytest.mark.parametrize(("end", "missing"), [("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")])
+def test_rows_that_peft_did_not_save_are_missed(
+    tmp_path: Path, base: tuple[Any, Path], llm: LLM, end: str, missing: str
+) -> None:
+    """Beside a LoRA at one end of an untied base PEFT saves that end alone."""
+    if base[0].config.tie_word_embeddings:
+        return  # one matrix
+    folder = trained(base[0], tmp_path / "it", *new_tokens(290), num_rows=290, target_modules=["q_proj", end])
+    with pytest.raises(AdapterMismatch, match=f"no row of {missing} for token 288"):
+        llm.load_adapter(folder)
+
+
+def test_a_token_beyond_the_bases_is_drawn_stopped_at_and_refused_for_others(
+    tmp_path: Path, base: tuple[Any, Path], llm: LLM
+) -> None:
+    folder = trained(base[0], tmp_path / "it", *new_tokens(290), num_rows=290)
+    drawn = SamplingParams(max_tokens=3, logit_bias=((289, 100.0),), ignore_eos=True, frequency_penalty=0.5)
+    own, other = llm.generate(["a", "a"], [folder, None], [drawn, SamplingParams(max_tokens=3)])
+    assert own.text == "[29]" * 3
+    assert max(other.token_ids) < NUM_ROWS
+    (stopped,) = llm.generate("a", folder, replace(drawn, stop_token_ids=(289,)))
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", (289,))
+    grammar = client_lark_grammar('start: "a" "[29]"', "grammar")
+    written, _ = llm.generate(["a", "a"], [folder, None], [SamplingParams(max_tokens=9, grammar=grammar)] * 2)
+    assert written.text == "a[29]"
+    for prompt, sampling in (([289], GREEDY), ("a", drawn), ("a", replace(GREEDY, stop_token_ids=(289,)))):
+        with pytest.raises(InvalidRequest, match="289"):
+            llm.generate([prompt], None, sampling)
+    with pytest.raises(InvalidRequest, match="from 0 to 289"):
+        llm.generate([[290]], folder, GREEDY)
+    small = trained(base[0], tmp_path / "small", "[0]", num_rows=261)
+    with pytest.raises(InvalidRequest, match="from 0 to 260"):
+        llm.generate([[261]], small, GREEDY)
+    (smallest,) = llm.generate("a", small, SamplingParams(max_tokens=9, temperature=2.0))
+    assert max(smallest.token_ids) < 261
+
+
+def test_tokens_beyond_the_rows_are_refused(tmp_path: Path, base: tuple[Any, Path], llm: LLM) -> None:
+    folder = trained(base[0], tmp_path / "it", *new_tokens(NUM_ROWS + 1))
+    with pytest.raises(AdapterMismatch, match=rf"'\[28\]' as id {NUM_ROWS}, and the embeddings of .* {NUM_ROWS} rows"):
+        llm.load_adapter(folder)
+    folder = trained(base[0], tmp_path / "small", num_rows=250)
+    with pytest.raises(AdapterMismatch, match="have 250 rows, but the base's tokenizer has 260 tokens"):
         llm.load_adapter(folder)

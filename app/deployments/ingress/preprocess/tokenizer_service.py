@@ -18,7 +18,7 @@ from app.config import AppConfig
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.serializers.detokenizer import Decoder
 from app.engine.adapters.adapter_chat import encode_chat, tool_template
-from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, parsed_text
+from app.engine.adapters.adapter_tokenizer import parsed_text
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, fixed_texts, tool_format
@@ -81,6 +81,7 @@ class TokenizerService:
                 found = copy.copy(self)
                 found._tokenizer = self._tokenizer.with_tokens(parsed_text(text).added_tokens)
                 found.grammar_tokens = key
+                found.vocab_size = parsed_text(text).vocab_size or self.vocab_size
                 found._lock, found._vocabulary, found._checked, found._enforceable = threading.Lock(), None, {}, {}
                 _remember(self._own, key, found, _NUM_OWN)
         return found
@@ -199,7 +200,7 @@ class TokenizerService:
     def _open_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
             spec = self.spec
-            self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
+            self._vocabulary = Vocabulary(self._tokenizer.to_json(), self.vocab_size, spec.eos_token_ids)
         return self._vocabulary
 
     def decoder(self, shown: frozenset[int] = frozenset(), *, continues: bool = False) -> Decoder:
@@ -223,7 +224,7 @@ class TokenizerService:
 @lru_cache(_NUM_CHECKED)
 def _grammar_tokens(text: str) -> str:
     """See `SamplingParams.grammar_tokens`. text: see `AdapterCard.text`."""
-    return AdapterTokenizer(None, {}, parsed_text(text).added_tokens).to_json()
+    return parsed_text(text).vocabulary.to_json()
 
 
 def _remember(cache: dict[str, T], key: str, value: T, most: int) -> None:

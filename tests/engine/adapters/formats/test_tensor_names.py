@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.adapter import FEATURES, RESIZED
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.tensor_names import plain_names
 from app.engine.errors import AdapterFormatError, AdapterMismatch
@@ -127,31 +128,39 @@ def test_tensors_that_zero3_left_empty_are_diagnosed(tmp_path: Path, shape: tupl
 V, H = SPEC.vocab_size, SPEC.hidden_size
 
 
+_BOTH = {f"{PEFT}embed_tokens.weight": (V + 2, H), "base_model.model.lm_head.weight": (V + 2, H)}
+_ROWS = "token_adapter.trainable_tokens_delta"
+
+
 @pytest.mark.parametrize(
-    ("options", "extra"),
+    ("options", "extra", "missing"),
     [
-        ({"modules_to_save": ["embed_tokens"]}, {f"{PEFT}embed_tokens.weight": (V + 2, H)}),
-        ({"modules_to_save": ["lm_head"]}, {"base_model.model.lm_head.weight": (V + 2, H)}),
-        ({}, {f"{PEFT}embed_tokens.weight": (V + 2, H), "base_model.model.lm_head.weight": (V + 2, H)}),
+        ({"modules_to_save": ["embed_tokens"]}, {f"{PEFT}embed_tokens.weight": (V + 2, H)}, f"lm_head for token {V}"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            {"base_model.model.lm_head.weight": (V + 2, H)},
+            f"embed_tokens for token {V}",
+        ),
+        ({}, _BOTH, None),
         (
             {"target_modules": ["q_proj", "embed_tokens"]},
             {f"{PEFT}embed_tokens.lora_embedding_A": (2, V + 2), f"{PEFT}embed_tokens.lora_embedding_B": (H, 2)},
+            f"embed_tokens for token {V}",
         ),
         (
-            {"target_modules": ["q_proj", "lm_head"]},
-            {
-                "base_model.model.lm_head.lora_A.weight": (2, H),
-                "base_model.model.lm_head.lora_B.weight": (V + 2, 2),
-            },
+            {"trainable_token_indices": {"embed_tokens": [V, V + 1], "lm_head": [V, V + 1]}},
+            {f"{PEFT}embed_tokens.{_ROWS}": (2, H), f"base_model.model.lm_head.{_ROWS}": (2, H)},
+            None,
         ),
         (
-            {"trainable_token_indices": [V, V + 1]},
-            {f"{PEFT}embed_tokens.token_adapter.trainable_tokens_delta": (2, H)},
+            {"trainable_token_indices": {"embed_tokens": [V + 1, 3], "lm_head": [V, V + 1]}},
+            {f"{PEFT}embed_tokens.{_ROWS}": (2, H), f"base_model.model.lm_head.{_ROWS}": (2, H)},
+            f"embed_tokens for token {V}",
         ),
     ],
 )
-def test_a_vocabulary_that_grew_is_diagnosed(
-    tmp_path: Path, options: dict[str, Any], extra: dict[str, tuple[int, ...]]
+def test_a_vocabulary_that_grew_has_all_its_rows(
+    tmp_path: Path, options: dict[str, Any], extra: dict[str, tuple[int, ...]], missing: str | None
 ) -> None:
     config = peft_config(2, ["q_proj"]) | options
     tensors = peft_tensors(random_arrays(SPEC, 2, ["q_proj"])) | {
@@ -159,14 +168,21 @@ def test_a_vocabulary_that_grew_is_diagnosed(
     }
     folder = write_peft(tmp_path, config, tensors)
     (folder / "added_tokens.json").write_text(json.dumps({"<tool>": V, "</tool>": V + 1}))
-    with pytest.raises(AdapterMismatch, match=rf"after 2 tokens were added \('<tool>', '</tool>', from id {V} on\)"):
-        read_peft(folder, SPEC, supported_features=FEATURES)
+    if missing is None:
+        adapter = read_peft(folder, SPEC, supported_features=FEATURES)
+        assert adapter.card.vocab_size == V + 2
+        with pytest.raises(AdapterMismatch, match="cannot apply a resized vocabulary"):
+            read_peft(folder, SPEC, supported_features=FEATURES - {RESIZED})
+    else:
+        with pytest.raises(AdapterMismatch, match=rf"after 2 tokens were added.*no row of {missing} \('<tool>'\)"):
+            read_peft(folder, SPEC, supported_features=FEATURES)
 
 
-def test_a_vocabulary_that_shrank_is_diagnosed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_rows", [V - 1, V + 1])
+def test_ends_of_two_sizes_are_refused(tmp_path: Path, num_rows: int) -> None:
     tensors = peft_tensors(random_arrays(SPEC, 2, ["q_proj"])) | {
-        f"{PEFT}embed_tokens.weight": np.ones((V - 1, H), "f4")
+        name: np.ones((count, H), "f4") for name, count in zip(_BOTH, (V, num_rows), strict=True)
     }
-    config = peft_config(2, ["q_proj"], modules_to_save=["embed_tokens"])
-    with pytest.raises(AdapterMismatch, match=r"made smaller before training.*resize_token_embeddings"):
-        read_peft(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
+    folder = write_peft(tmp_path, peft_config(2, ["q_proj"]), tensors)
+    with pytest.raises(AdapterMismatch, match=f"has {num_rows} rows, but .* {V}|has {V} rows, but .* {num_rows}"):
+        read_peft(folder, replace(SPEC, tie_embeddings=False), supported_features=FEATURES)
