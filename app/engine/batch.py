@@ -67,16 +67,16 @@ class SamplingBatch:
 
     def take(self, rows: NDArray[np.int64]) -> SamplingBatch:
         """The parameters of some rows."""
-        arrays = ("temperature", "top_p", "top_k", "min_p", "presence", "frequency", "repetition", "seeds")
-        arrays += ("positions", "num_logprobs", "prompt_lens")
-        masks, targets = self.masks, self.targets
+        masks = self.masks
         return SamplingBatch(
-            **{name: getattr(self, name)[rows] for name in arrays},
-            history=tuple(self.history[row] for row in rows),
+            temperature=self.temperature[rows], top_p=self.top_p[rows], top_k=self.top_k[rows], min_p=self.min_p[rows],
+            presence=self.presence[rows], frequency=self.frequency[rows], repetition=self.repetition[rows],
+            seeds=self.seeds[rows], positions=self.positions[rows], num_logprobs=self.num_logprobs[rows],
+            history=tuple(self.history[row] for row in rows), prompt_lens=self.prompt_lens[rows],
             biases=tuple(self.biases[row] for row in rows) if self.biases else (),
             masks=None if masks is None else TokenMasks(masks.of_row[rows], masks.words),
-            targets=None if targets is None else targets[rows],
-        )
+            targets=None if self.targets is None else self.targets[rows],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,11 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_model_len: i
         _check_pooling(request.pooling, spec)
     if not request.token_ids:
         raise InvalidRequest("the prompt has no tokens but at least one is needed", param="token_ids")
-    for name, token_ids in (("token_ids", request.token_ids), ("resume_token_ids", request.resume_token_ids)):
+    for name, token_ids in (
+        ("token_ids", request.token_ids),
+        ("resume_token_ids", request.resume_token_ids),
+        ("prediction_ids", request.prediction_ids),
+    ):
         _check_token_ids(name, token_ids, spec.vocab_size)
     if not 0 < request.weight <= sys.float_info.max:  # NaN fails the comparison
         raise InvalidRequest(f"weight is {request.weight} but must be a finite number above 0", param="weight")

@@ -60,7 +60,7 @@ def build_adapter(
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
     table, vocab_size = layer_modules(spec), _vocab_size(raw, spec)
-    _check_invocation(raw, table, spec, limits)
+    _check_invocation(raw, table, vocab_size, spec, limits)
     for module in raw.modules:
         place = table.get(module.path)
         if place is None:
@@ -165,7 +165,9 @@ def _make_card(
     )
 
 
-def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelSpec, limits: ReadLimits) -> None:
+def _check_invocation(
+    raw: RawAdapter, table: Mapping[str, Module], vocab_size: int, spec: ModelSpec, limits: ReadLimits
+) -> None:
     """An activated LoRA changes linear modules only. Its invocation tokens are in the base's vocabulary, and few: every
     prompt is searched for them.
     """
@@ -187,9 +189,10 @@ def _check_invocation(raw: RawAdapter, table: Mapping[str, Module], spec: ModelS
                 f"an activated LoRA on {short(module.path)} is not served: PEFT defines it for linear modules "
                 "without DoRA only; train it on those"
             )
-    if raw.parameters or raw.token_rows:
+    if raw.parameters or raw.token_rows or vocab_size != spec.vocab_size:
         raise AdapterFormatError(
-            "an activated LoRA with whole parameters or token rows is not served; train it without"
+            "an activated LoRA with whole parameters, token rows or a resized vocabulary is not served; train it "
+            "without them"
         )
 
 

@@ -80,7 +80,7 @@ def sample_resized(
             own[index, num_base:] = appended(row)
         output = sample(own, sampling.take(rows), team)
         token_ids[rows], logprobs[rows] = output.token_ids, output.logprobs
-        if ranks is not None:
+        if ranks is not None and output.ranks is not None:
             ranks[rows] = output.ranks
         for index, row in enumerate(rows.tolist()):
             top[row] = output.top_logprobs[index]

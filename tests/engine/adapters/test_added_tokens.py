@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.api import LLM, Generation
-from app.engine.config import CpuConfig, EngineConfig
+from app.engine.config import CpuConfig, CudaConfig, EngineConfig, VllmConfig, XlaConfig
 from app.engine.errors import AdapterMismatch, InvalidRequest
+from app.engine.factory import served_features
+from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import SamplingParams
 from app.engine.structured_output.grammar_builder import client_lark_grammar
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
@@ -31,7 +34,7 @@ pytestmark = PEFT_WARNINGS
 NUM_ROWS = 288
 TEXTS = ["a<call>b", "<end><call> x", "no tokens of its own"]
 CONFIG = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=64, lora_pool_rows=64, max_loras=16)
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, num_logprobs=5, prompt_logprobs=0)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, num_logprobs=20, prompt_logprobs=0)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -77,8 +80,8 @@ def resized(model: Any, num_rows: int) -> Any:
     return model
 
 
-def under_peft(model: Any, folder: Path, text: str) -> tuple[list[int], list[float], str]:
-    """Prompt and greedy answer as token ids, the log-probability of each but the first, and the answer's text."""
+def under_peft(model: Any, folder: Path, text: str) -> tuple[list[int], torch.Tensor, str]:
+    """Prompt and greedy answer as token ids, the log-probabilities [n, N] after each, and the answer's text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     adapted = PeftModel.from_pretrained(resized(model, rows_of(folder)), folder).eval()
     token_ids = tokenizer(text)["input_ids"]
@@ -87,8 +90,7 @@ def under_peft(model: Any, folder: Path, text: str) -> tuple[list[int], list[flo
         for _ in range(GREEDY.max_tokens):
             token_ids.append(int(adapted(torch.tensor([token_ids])).logits[0, -1].argmax()))
         found = adapted(torch.tensor([token_ids])).logits[0].log_softmax(-1)
-    logprobs = [float(found[at, token]) for at, token in enumerate(token_ids[1:])]
-    return token_ids, logprobs, tokenizer.decode(token_ids[num_prompt:], skip_special_tokens=True)
+    return token_ids, found, tokenizer.decode(token_ids[num_prompt:], skip_special_tokens=True)
 
 
 def rows_of(folder: Path) -> int:
@@ -103,8 +105,12 @@ def check(model: Any, folder: Path, text: str, answer: Generation) -> None:
     token_ids, logprobs, theirs = under_peft(model, folder, text)
     num_new = len(answer.token_ids)
     assert list(answer.token_ids) == token_ids[-num_new:]
-    np.testing.assert_allclose([item.logprob for item in answer.logprobs], logprobs[-num_new:], rtol=0, atol=1e-4)
     assert answer.text == theirs
+    for item, row in zip(answer.logprobs, logprobs[-1 - num_new : -1], strict=True):
+        ids = [token_id for token_id, _ in item.top]
+        own = [item.logprob, *(logprob for _, logprob in item.top)]
+        np.testing.assert_allclose(own, row[[item.token_id, *ids]].numpy(), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(own[1:], row.topk(len(ids)).values.numpy(), rtol=0, atol=1e-4)
 
 
 def test_answers_are_pefts_alone_and_beside_others(tmp_path: Path, base: tuple[Any, Path], llm: LLM) -> None:
@@ -178,6 +184,8 @@ def test_resized_vocabularies_answer_as_under_peft_in_one_batch(
         check(model, folder, text, answer)
         (alone,) = llm.generate(text, folder, GREEDY)
         assert (alone.token_ids, alone.logprobs) == (answer.token_ids, answer.logprobs)
+    named = {token_id for answer in answers[:-3] for item in answer.logprobs for token_id, _ in item.top}
+    assert max(named) >= NUM_ROWS
     assert [(one.token_ids, one.logprobs) for one in answers[-3:]] == [(one.token_ids, one.logprobs) for one in before]
     for folder in folders.values():
         llm.remove_adapter(folder)
@@ -218,6 +226,70 @@ def test_a_token_beyond_the_bases_is_drawn_stopped_at_and_refused_for_others(
         llm.generate([[261]], small, GREEDY)
     (smallest,) = llm.generate("a", small, SamplingParams(max_tokens=9, temperature=2.0))
     assert max(smallest.token_ids) < 261
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"speculative_decoding": 4}, "num_accepted_tokens"),
+        ({"num_kv_blocks": 12}, "num_preemptions"),
+        ({}, "num_cached_tokens"),
+    ],
+    ids=["drafts", "few blocks", "cached prefixes"],
+)
+def test_resized_vocabularies_keep_their_bits(
+    tmp_path: Path, base: tuple[Any, Path], changes: dict[str, Any], least: str
+) -> None:
+    """Alone without drafts and cache, or in company with them: the two adapters have other rows for the same ids."""
+    model, folder = base
+    ends = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    paths: list[Path | None] = [
+        trained(model, tmp_path / "one", *new_tokens(291), num_rows=291, **ends),
+        trained(model, tmp_path / "other", *new_tokens(290), num_rows=290),
+        trained(model, tmp_path / "small", num_rows=261),
+        trained(model, tmp_path / "plain"),
+        None,
+    ]
+    num_tokens = [291, 290, 261, NUM_ROWS, NUM_ROWS]
+    text = "[28]a[29]" * 6
+    drawn = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True, num_logprobs=5, prompt_logprobs=2)
+    again = replace(drawn, temperature=0.0, repetition_penalty=0.7, prompt_logprobs=None)
+    params = [replace(one, seed=index) for index, one in enumerate([drawn, again] * len(paths))]
+    many = [path for path in paths for _ in range(2)]
+    simple = CONFIG.model_copy(update={"speculative_decoding": "off", "enable_prefix_caching": False})
+    with LLM(folder, simple) as llm:
+        alone = [llm.generate(text, path, one)[0] for path, one in zip(many, params, strict=True)]
+    with LLM(folder, CONFIG.model_copy(update=changes)) as llm:
+        for _ in range(2):
+            answers = llm.generate([text] * len(many), many, params)
+            for one, answer in zip(alone, answers, strict=True):
+                assert (answer.token_ids, answer.logprobs) == (one.token_ids, one.logprobs)
+        assert getattr(llm.stats(), least) > 0
+    largest = [max(answer.token_ids) for answer in alone]
+    assert all(found < count for found, count in zip(largest, np.repeat(num_tokens, 2), strict=True))
+    assert max(largest[:4]) >= NUM_ROWS
+
+
+def test_tokens_beyond_the_bases_are_computed_in_int8(tmp_path: Path, base: tuple[Any, Path]) -> None:
+    model, path = base
+    folder = trained(model, tmp_path / "it", *new_tokens(290), num_rows=290)
+    config = CONFIG.model_copy(update={"cpu": CpuConfig(num_threads=1, weight_dtype="int8", compute="int8")})
+    drawn = replace(GREEDY, logit_bias=((289, 100.0),))
+    with LLM(path, config) as llm:
+        own, other, third = llm.generate(["[28]a[29]"] * 3, [folder, None, folder], [drawn, GREEDY, GREEDY])
+        assert own.token_ids == (289,) * 6
+        assert max(other.token_ids) < NUM_ROWS
+        for found, adapter, sampling in ((own, folder, drawn), (other, None, GREEDY), (third, folder, GREEDY)):
+            (alone,) = llm.generate("[28]a[29]", adapter, sampling)
+            assert (alone.token_ids, alone.logprobs) == (found.token_ids, found.logprobs)
+
+
+@pytest.mark.parametrize("device", [CudaConfig(), XlaConfig(), VllmConfig()], ids=lambda device: device.name)
+def test_other_engines_refuse_a_resized_vocabulary(tmp_path: Path, base: tuple[Any, Path], device: Any) -> None:
+    folder = trained(base[0], tmp_path / "it", *new_tokens(290), num_rows=290)
+    spec, features = load_checkpoint(base[1]).spec, served_features(EngineConfig().on(device))
+    with pytest.raises(AdapterMismatch, match="a resized vocabulary"):
+        read_adapter(folder, spec, supported_features=features)
 
 
 def test_tokens_beyond_the_rows_are_refused(tmp_path: Path, base: tuple[Any, Path], llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -21,14 +22,19 @@ OWN = AdapterTokenizer(
     {"<call>": NewToken(CALL, ("normalized",)), "<end>": NewToken(END, ("special",))},
     {"eos_token_id": [END]},
 )
+#: Another whose embeddings were resized: its ids go beyond the base's.
+FAR = 122
+GROWN = AdapterTokenizer(None, {}, {"<far>": NewToken(FAR, ())}, {}, 125)
 #: The same id under another name.
 OTHER = AdapterTokenizer(None, {}, {"<x>": NewToken(CALL, ())})
 
 
 @pytest_asyncio.fixture(autouse=True)
 async def _loaded(writing: Service) -> None:
-    for name, own in (("own", OWN), ("other", OTHER), ("plain", None)):
+    for name, own in (("own", OWN), ("other", OTHER), ("grown", GROWN), ("plain", None)):
         adapter = fake_adapter(name, 8)
+        if own is not None:
+            adapter = replace(adapter, card=replace(adapter.card, vocab_size=own.vocab_size))
         writing.fleet.adapters[adapter.card.digest] = adapter
         store = writing.managed.store
         store.contents[name] = adapter.card.digest
@@ -103,3 +109,24 @@ async def test_a_streams_text_has_them(writer: httpx.AsyncClient) -> None:
     body = {"model": "own", "prompt": "a", "max_tokens": 2, "stream": True} | drawing(CALL, CALL)
     answer = await writer.post("/v1/completions", json=body)
     assert answer.text.count('"text":"<call>"') == 2
+
+
+async def test_ids_beyond_the_bases_are_the_adapters_alone(writer: httpx.AsyncClient) -> None:
+    tokens = (await sent(writer, "/tokenize", {"model": "grown", "prompt": "a<far>"}))["tokens"]
+    assert tokens[-1] == FAR
+    assert (await sent(writer, "/detokenize", {"model": "grown", "tokens": tokens}))["prompt"] == "a<far>"
+    body = {"model": "grown", "prompt": [65, FAR], "max_tokens": 2, "logit_bias": {"124": 1}, "logprobs": 1}
+    choice = (await sent(writer, "/v1/completions", body | {"echo": True} | drawing(FAR, FAR)))["choices"][0]
+    assert choice["text"].endswith("<far>" * 3)
+    assert choice["logprobs"]["tokens"].count("<far>") == 3
+    for model, field, value in (
+        ("grown", "prompt", [125]),
+        ("grown", "logit_bias", {"125": 1}),
+        ("base", "prompt", [FAR]),
+        ("own", "logit_bias", {str(FAR): 1}),
+        ("plain", "stop_token_ids", [FAR]),
+    ):
+        answer = await writer.post(
+            "/v1/completions", json=body | {"prompt": "a", "logit_bias": None, "model": model, field: value}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), model
