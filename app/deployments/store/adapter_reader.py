@@ -34,6 +34,7 @@ from app.deployments.store.sources.source_resolution import (
 from app.deployments.store.sources.urls import UrlFetcher
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.adapter_chat import AdapterTokenizerCache
+from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.combining.combination import Combination
 from app.engine.adapters.limits import ReadLimits
@@ -183,7 +184,8 @@ class AdapterReader:
             packed = self._base_copies.without_copies_packed(packed)
         if self._texts is not None:
             packed = self._texts.strip_base_packed(packed)
-        if self._signatures and packed.card.text:
+        # The size of a resized vocabulary is in the text, too, and comes from the weights.
+        if self._signatures and any(AdapterTokenizer.from_json(packed.card.text)._replace(vocab_size=0)):
             raise AdapterUntrusted(
                 "the adapter has a chat template, special tokens or generation defaults of its own, which signatures "
                 "do not cover; remove its tokenizer files and its generation_config.json from the folder"
