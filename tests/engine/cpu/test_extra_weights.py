@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,12 @@ def test_what_is_held_is_what_the_card_says(tmp_path: Path, tied: bool) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=tied)
     backend = backend_of(model, tmp_path / "model")
     extras = backend._extras
-    for index, (name, settings) in enumerate({**{n: s for n, (s, _) in BEYOND.items()}, **TOGETHER}.items()):
-        adapter = _read(model, backend, tmp_path / str(index), settings)
+    grown = copy.deepcopy(model)
+    grown.resize_token_embeddings(backend.spec.vocab_size + 5, mean_resizing=False)
+    whole = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    cases = {**{name: settings for name, (settings, _) in BEYOND.items()}, **TOGETHER, "a grown vocabulary": whole}
+    for index, (name, settings) in enumerate(cases.items()):
+        adapter = _read(grown if settings is whole else model, backend, tmp_path / str(index), settings)
         adapter = unpack_adapter(*pack_adapter(adapter))
         backend.write_adapter(1, 0, adapter)
         assert extras.held_bytes(1) == adapter.card.extra_bytes > 0, name
