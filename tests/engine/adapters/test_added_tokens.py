@@ -284,7 +284,7 @@ def test_tokens_beyond_the_bases_are_computed_in_int8(tmp_path: Path, base: tupl
             assert (alone.token_ids, alone.logprobs) == (found.token_ids, found.logprobs)
 
 
-@pytest.mark.parametrize("device", [CudaConfig(), XlaConfig(), VllmConfig()], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [CudaConfig(), XlaConfig(), VllmConfig(python="python")], ids=lambda device: device.name)
 def test_other_engines_refuse_a_resized_vocabulary(tmp_path: Path, base: tuple[Any, Path], device: Any) -> None:
     folder = trained(base[0], tmp_path / "it", *new_tokens(290), num_rows=290)
     spec, features = load_checkpoint(base[1]).spec, served_features(EngineConfig().on(device))

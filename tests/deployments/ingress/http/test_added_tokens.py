@@ -24,7 +24,9 @@ OWN = AdapterTokenizer(
 )
 #: Another whose embeddings were resized: its ids go beyond the base's.
 FAR = 122
-GROWN = AdapterTokenizer(None, {}, {"<far>": NewToken(FAR, ())}, {}, 125)
+GROWN = AdapterTokenizer(
+    None, {}, {f"<{token}>": NewToken(token, ()) for token in range(CALL, FAR)} | {"<far>": NewToken(FAR, ())}, {}, 125
+)
 #: The same id under another name.
 OTHER = AdapterTokenizer(None, {}, {"<x>": NewToken(CALL, ())})
 
