@@ -232,7 +232,7 @@ def test_a_token_beyond_the_bases_is_drawn_stopped_at_and_refused_for_others(
     ("changes", "least"),
     [
         ({"speculative_decoding": 4}, "num_accepted_tokens"),
-        ({"num_kv_blocks": 12}, "num_preemptions"),
+        ({"num_kv_blocks": 11, "speculative_decoding": "off", "enable_prefix_caching": False}, "num_preemptions"),
         ({}, "num_cached_tokens"),
     ],
     ids=["drafts", "few blocks", "cached prefixes"],
@@ -255,6 +255,7 @@ def test_resized_vocabularies_keep_their_bits(
     drawn = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True, num_logprobs=5, prompt_logprobs=2)
     again = replace(drawn, temperature=0.0, repetition_penalty=0.7, prompt_logprobs=None)
     params = [replace(one, seed=index) for index, one in enumerate([drawn, again] * len(paths))]
+    params[:4] = [replace(one, logit_bias=((289, 4.0),)) for one in params[:4]]  # so that new tokens are drawn
     many = [path for path in paths for _ in range(2)]
     simple = CONFIG.model_copy(update={"speculative_decoding": "off", "enable_prefix_caching": False})
     with LLM(folder, simple) as llm:
@@ -284,7 +285,9 @@ def test_tokens_beyond_the_bases_are_computed_in_int8(tmp_path: Path, base: tupl
             assert (alone.token_ids, alone.logprobs) == (found.token_ids, found.logprobs)
 
 
-@pytest.mark.parametrize("device", [CudaConfig(), XlaConfig(), VllmConfig(python="python")], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    "device", [CudaConfig(), XlaConfig(), VllmConfig(python="python")], ids=lambda device: device.name
+)
 def test_other_engines_refuse_a_resized_vocabulary(tmp_path: Path, base: tuple[Any, Path], device: Any) -> None:
     folder = trained(base[0], tmp_path / "it", *new_tokens(290), num_rows=290)
     spec, features = load_checkpoint(base[1]).spec, served_features(EngineConfig().on(device))
