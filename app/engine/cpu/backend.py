@@ -130,12 +130,12 @@ class CpuBackend(AdapterBackend):
             return sample(logits, batch.sampling, self._team)
         slots = token_slots(runs, len(batch.token_ids))[batch.sample_rows]  # [P]
 
-        def appended(row: int) -> Floats:
+        def further_logits(row: int) -> Floats:
             found = extras.appended_logits(int(slots[row]), work.head_inputs[row])
             cap = self._sizes.logit_softcap
             return found if cap == 0 else cap * np.tanh(found / cap)
 
-        return sample_resized(logits, extras.vocab_sizes[slots], appended, batch.sampling, self._team)
+        return sample_resized(logits, extras.vocab_sizes[slots], further_logits, batch.sampling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
         """The last step's logits [num_rows, vocab_size], for tests; valid until the next step."""
