@@ -37,8 +37,8 @@ MAX_FILES = 2
 _PIECE_BYTES = 16 << 20
 #: How the name of a file begins that is being written, and the longest time that takes.
 _UNFINISHED, _MAX_WRITE_S = ".packing-", 3600
-#: Bytes of the structure, arrays, checksum of everything behind this header.
-_HEADER = struct.Struct("<QQI")
+#: The file begins with the checksum of everything behind it: bytes of the structure, number of arrays, and so on.
+_CHECKSUM, _HEADER = struct.Struct("<I"), struct.Struct("<4xQQ")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ def _write(path: Path, weights: object) -> bool:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
     try:
         with os.fdopen(handle, "w+b") as file:
+            file.write(_HEADER.pack(len(structure), len(arrays)))
             for start, part in zip(starts, parts, strict=True):
                 file.seek(start)
                 file.write(part)
@@ -98,7 +99,7 @@ def _write(path: Path, weights: object) -> bool:
             with mmap.mmap(handle, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
                 checksum = _checksum(view)
             file.seek(0)
-            file.write(_HEADER.pack(len(structure), len(arrays), checksum))
+            file.write(_CHECKSUM.pack(checksum))
             file.flush()
             os.fsync(handle)
         os.replace(temporary, path)
@@ -117,9 +118,9 @@ def _map(path: Path) -> object:
     view = memoryview(data)
     if len(view) < _HEADER.size:
         raise ValueError("it is too short")
-    structure_bytes, num_arrays, checksum = _HEADER.unpack_from(view)
-    if _checksum(view) != checksum:
+    if _CHECKSUM.pack(_checksum(view)) != view[: _CHECKSUM.size]:
         raise ValueError("its checksum is wrong")
+    structure_bytes, num_arrays = _HEADER.unpack_from(view)
     sizes = struct.unpack_from(f"<{num_arrays}Q", view, _HEADER.size)
     _, first, *starts = _starts(8 * num_arrays, structure_bytes, sizes)
     buffers = [view[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -138,8 +139,8 @@ def _starts(sizes_bytes: int, structure_bytes: int, sizes: tuple[int, ...] | lis
 
 
 def _checksum(view: memoryview) -> int:
-    """CRC-32 of the CRC-32s of the pieces behind the header; reads every page, on all processors."""
-    places = range(_HEADER.size, len(view), _PIECE_BYTES)
+    """CRC-32 of the CRC-32s of the pieces behind itself; reads every page, on all processors."""
+    places = range(_CHECKSUM.size, len(view), _PIECE_BYTES)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         sums = pool.map(lambda start: zlib.crc32(view[start : start + _PIECE_BYTES]), places)
         return zlib.crc32(b"".join(struct.pack("<I", value) for value in sums))

@@ -110,13 +110,28 @@ def test_tensors_without_a_digest_and_small_weights_are_not_cached(
     assert not (tmp_path / "weights").exists()
 
 
-@pytest.mark.parametrize("damage", ["a byte of the first page", "a byte at the end", "cut", "empty", "header only"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "the structure's size",
+        "the number of arrays",
+        "a byte of the first page",
+        "a byte at the end",
+        "cut",
+        "empty",
+        "header only",
+    ],
+)
 def test_a_damaged_file_is_packed_again(folder: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     pack = packing()
     packed_weights(DIGEST, (), pack)
     path = only_file(folder)
     content = bytearray(path.read_bytes())
     match damage:
+        case "the structure's size":
+            content[5] ^= 1
+        case "the number of arrays":
+            content[13] ^= 1
         case "a byte of the first page":
             content[30] ^= 1
         case "a byte at the end":
