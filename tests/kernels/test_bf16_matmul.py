@@ -12,7 +12,7 @@ from app.kernels.bf16_matmul import amx, cpu, reference, self_test
 from app.kernels.cast_bf16.reference import bfloat16_bits
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import ThreadTeam
-from tests.kernels.cases import normal
+from tests.kernels.cases import check_forms_are_compared, normal
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -149,21 +149,7 @@ def test_packing_keeps_every_rounded_weight() -> None:
 
 
 def test_a_form_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert self_test.active_form() == FORMS[0]
-    assert FORMS[-1] == "portable"
-
-    def others(x: Floats, w: Floats, start: Floats | None) -> Floats:
-        expected = reference.bf16_matmul(x, w, start)
-        expected[-1, -1] = np.nextafter(expected[-1, -1], np.float32(np.inf))
-        return expected
-
-    monkeypatch.setattr(self_test, "bf16_matmul", others)
-    assert not self_test.reproduces_reference(FORMS[0])
-    self_test.active_form.cache_clear()
-    assert self_test.active_form() is None
-    monkeypatch.undo()
-    self_test.active_form.cache_clear()
-    assert self_test.active_form() == FORMS[0]
+    check_forms_are_compared(monkeypatch, self_test, "bf16_matmul")
 
 
 def test_amx_is_not_used_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:

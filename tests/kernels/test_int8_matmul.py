@@ -13,7 +13,7 @@ from app.kernels.int8_matmul.pack_dot import pack_dot, unpack_dot
 from app.kernels.int8_matmul.quantise import new_rows
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.int8 import Int8Panels
-from tests.kernels.cases import normal
+from tests.kernels.cases import check_forms_are_compared, normal
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -162,18 +162,4 @@ def test_packing_keeps_every_level(most: int) -> None:
 
 
 def test_a_form_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert self_test.active_form() == FORMS[0]
-    assert FORMS[-1] == "portable"
-
-    def others(*operands: Floats) -> Floats:
-        expected = reference.int8_matmul(*operands)
-        expected[-1, -1] = np.nextafter(expected[-1, -1], np.float32(np.inf))
-        return expected
-
-    monkeypatch.setattr(self_test, "int8_matmul", others)
-    assert not self_test.reproduces_reference(FORMS[0])
-    self_test.active_form.cache_clear()
-    assert self_test.active_form() is None
-    monkeypatch.undo()
-    self_test.active_form.cache_clear()
-    assert self_test.active_form() == FORMS[0]
+    check_forms_are_compared(monkeypatch, self_test, "int8_matmul")

@@ -60,26 +60,22 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _BYTE.as_pointer())
 
 
-@intrinsic
-def _load_config(typingctx: Any, address: Any) -> Any:
-    """Configure this thread's tiles by the 64 bytes at `address`; their contents become zero."""
+def _config_function(instruction: str) -> Callable[..., None]:
+    """An inlined function that takes the address of a tile configuration, 64 bytes."""
 
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _call(builder, "ldtilecfg", _pointer(builder, args[0]))
-        return context.get_dummy_value()
+    @intrinsic
+    def function(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _call(builder, instruction, _pointer(builder, args[0]))
+            return context.get_dummy_value()
 
-    return types.void(types.intp), codegen
+        return types.void(types.intp), codegen
+
+    return cast(Callable[..., None], function)
 
 
-@intrinsic
-def _store_config(typingctx: Any, address: Any) -> Any:
-    """Write this thread's configuration to the 64 bytes at `address`; zeros, without one."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _call(builder, "sttilecfg", _pointer(builder, args[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
+#: Configure this thread's tiles, whose contents become zero; write its configuration: zeros, without one.
+_load_config, _store_config = _config_function("ldtilecfg"), _config_function("sttilecfg")
 
 
 @cache
