@@ -73,10 +73,13 @@ def trained(model: Any, folder: Path, *tokens: str | AddedToken, num_rows: int =
 
 
 def resized(model: Any, num_rows: int) -> Any:
-    """A copy whose new rows are random."""
+    """A copy whose new rows are random, and so large that new tokens are among the most likely."""
     model = copy.deepcopy(model)
     if num_rows != NUM_ROWS:
         model.resize_token_embeddings(num_rows, mean_resizing=False)
+        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+            with torch.no_grad():
+                end.weight[NUM_ROWS:].normal_(0, 3 * float(end.weight[:NUM_ROWS].std()))
     return model
 
 
@@ -255,7 +258,7 @@ def test_resized_vocabularies_keep_their_bits(
     drawn = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True, num_logprobs=5, prompt_logprobs=2)
     again = replace(drawn, temperature=0.0, repetition_penalty=0.7, prompt_logprobs=None)
     params = [replace(one, seed=index) for index, one in enumerate([drawn, again] * len(paths))]
-    params[:4] = [replace(one, logit_bias=((289, 4.0),)) for one in params[:4]]  # so that new tokens are drawn
+    params[:4] = [replace(one, logit_bias=((289, 8.0),)) for one in params[:4]]  # so that new tokens are drawn
     many = [path for path in paths for _ in range(2)]
     simple = CONFIG.model_copy(update={"speculative_decoding": "off", "enable_prefix_caching": False})
     with LLM(folder, simple) as llm:
