@@ -7,7 +7,6 @@ name. Adapters and aliases share one namespace. Reading adapters is left to the 
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, generations, name_condition, uses
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.jobs.job_table import cancel_loads, check_turn, insert_job, update_job
-from app.deployments.registry.last_used import forget_use, note_uses
+from app.deployments.registry.last_used import forget_use, hottest_entries, note_uses, recently_used
 from app.deployments.registry.models import (
     LIVE_STATES,
     CatalogEntry,
@@ -38,9 +37,6 @@ from app.engine.adapters.combining.combination import common_text, display_sourc
 from app.engine.errors import AdapterBusy, InvalidRequest, ModelNotFound
 from app.model_names import split_version
 from app.redaction import without_keys
-
-#: How many of the most recently used contents a new replica may be offered.
-MAX_HOT = 1024
 
 _SAME_CONTENTS = and_(uses.c.base_digest == adapters.c.base_digest, uses.c.digest == adapters.c.digest)
 
@@ -298,34 +294,10 @@ class Catalog:
             record_events(connection, self._database, new_events)
 
     def hot(self, limit: int) -> list[CatalogEntry]:
-        """Registered adapters, most recently used first; each digest once.
-
-        The sort key is (rank by recency) / (traffic weight), so weight 0 comes last.
-        """
-        hottest = (
-            select(uses.c.digest, uses.c.last_used_s)
-            .where(uses.c.base_digest == self._base)
-            .order_by(uses.c.last_used_s.desc(), uses.c.digest)
-            .limit(MAX_HOT)
-            .subquery()
-        )
-        query = (
-            select(adapters, hottest.c.last_used_s)
-            .join(hottest, hottest.c.digest == adapters.c.digest)
-            .where(adapters.c.base_digest == self._base, adapters.c.state == State.LOADED)
-            .order_by(hottest.c.last_used_s.desc(), adapters.c.tenant_id, adapters.c.name)
-        )
+        """Registered adapters, most recently used first; each digest once."""
         with self._database.read() as connection:
-            rows = connection.execute(query).mappings().all()
-        places = {digest: place for place, digest in enumerate(dict.fromkeys(row["digest"] for row in rows))}
-        weights: dict[str, float] = {}
-        for row in rows:
-            weights[row["digest"]] = max(weights.get(row["digest"], 0.0), row["traffic_weight"])
-        rows = sorted(rows, key=lambda row: _quotient(places[row["digest"]] + 1, weights[row["digest"]]))
-        entries: dict[str, CatalogEntry] = {}
-        for row in rows:
-            entries.setdefault(row["digest"], entry_of(row))
-        return list(entries.values())[:limit]
+            rows = recently_used(connection, self._base)
+        return hottest_entries(rows, limit)
 
     def _write(
         self, connection: Connection, tenant_id: str, name: str, values: Mapping[str, Any], *, is_new: bool
@@ -392,7 +364,3 @@ def not_registered_error(name: str) -> ModelNotFound:
     return ModelNotFound(
         f"no adapter is registered as {without_keys(name)[:80]!r}; GET /v1/loras lists the registered ones"
     )
-
-
-def _quotient(number: float, weight: float) -> float:
-    return number / weight if weight > 0 else math.inf

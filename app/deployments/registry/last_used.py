@@ -2,27 +2,31 @@
 
 Replicas report digests and times once a second; every `WRITE_INTERVAL_S` they go to the table `uses` in one
 transaction. A crash loses the order of the last half minute. An older time never replaces a newer one, and digests that
-no name means have no row.
+no name means have no row. A new replica loads first what was used last (`hottest_entries`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, Executable, delete, select
+from sqlalchemy import Connection, Executable, RowMapping, delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from app.deployments.registry.db.adapter_queries import entry_of
 from app.deployments.registry.db.tables import adapters, uses
-from app.deployments.registry.models import State
+from app.deployments.registry.models import CatalogEntry, State
 
 #: How often uses are stored.
 WRITE_INTERVAL_S = 30.0
 #: Digests that may wait to be stored; beyond this the least recently used are dropped.
 MAX_UNWRITTEN = 16_384
+#: How many of the most recently used contents a new replica may be offered.
+MAX_HOT = 1024
 #: Digests in one query: fewer than SQLite's limit of variables.
 _QUERY_BATCH = 10_000
 
@@ -77,6 +81,45 @@ def forget_use(connection: Connection, base_digest: str, digest: str | None) -> 
         adapters.c.base_digest == base_digest, adapters.c.digest == digest, adapters.c.state == State.LOADED
     )
     connection.execute(delete(uses).where(uses.c.base_digest == base_digest, uses.c.digest == digest, ~others.exists()))
+
+
+def recently_used(connection: Connection, base_digest: str) -> Sequence[RowMapping]:
+    """The rows of loaded names that mean one of the `MAX_HOT` contents used last, those first. Part of the caller's
+    transaction."""
+    hottest = (
+        select(uses.c.digest, uses.c.last_used_s)
+        .where(uses.c.base_digest == base_digest)
+        .order_by(uses.c.last_used_s.desc(), uses.c.digest)
+        .limit(MAX_HOT)
+        .subquery()
+    )
+    query = (
+        select(adapters, hottest.c.last_used_s)
+        .join(hottest, hottest.c.digest == adapters.c.digest)
+        .where(adapters.c.base_digest == base_digest, adapters.c.state == State.LOADED)
+        .order_by(hottest.c.last_used_s.desc(), adapters.c.tenant_id, adapters.c.name)
+    )
+    return connection.execute(query).mappings().all()
+
+
+def hottest_entries(rows: Sequence[RowMapping], limit: int) -> list[CatalogEntry]:
+    """The first entry of each digest among rows of `recently_used`, at most `limit`.
+
+    They are sorted by (rank by recency) / (traffic weight), so weight 0 comes last.
+    """
+    places = {digest: place for place, digest in enumerate(dict.fromkeys(row["digest"] for row in rows))}
+    weights: dict[str, float] = {}
+    for row in rows:
+        weights[row["digest"]] = max(weights.get(row["digest"], 0.0), row["traffic_weight"])
+    rows = sorted(rows, key=lambda row: _quotient(places[row["digest"]] + 1, weights[row["digest"]]))
+    entries: dict[str, CatalogEntry] = {}
+    for row in rows:
+        entries.setdefault(row["digest"], entry_of(row))
+    return list(entries.values())[:limit]
+
+
+def _quotient(number: float, weight: float) -> float:
+    return number / weight if weight > 0 else math.inf
 
 
 def _insert_or_update(connection: Connection) -> Executable:
