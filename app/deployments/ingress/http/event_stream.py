@@ -11,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply, error_reply
 from app.deployments.ingress.serializers.completion_events import sse
 
+#: nginx passes a response with the second on at once, whatever its `proxy_buffering`.
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: A comment, which clients skip, and the seconds between two of them: proxies close connections without bytes.
 KEEP_ALIVE, KEEP_ALIVE_S = b": keep-alive\n\n", 10.0
 
@@ -32,7 +34,7 @@ class EventStream(StreamingResponse):
         as_event: Callable[[ErrorReply], bytes] = lambda answer: sse(answer.body),
     ) -> None:
         """`first`: the first event, which may take long; `done` follows the last event; `as_event` formats an error."""
-        super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers={**headers, **_HEADERS})
         self._first = first
         self._events = events
         self._on_end = on_end

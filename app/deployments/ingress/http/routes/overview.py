@@ -70,7 +70,7 @@ def add_overview_routes(routes: APIRouter, service: IngressService, bases: BaseM
             nonlocal num_streams
             num_streams -= 1
 
-        return EventStream(sse(body), _later(service, caller, body), end, {"X-Accel-Buffering": "no"})
+        return EventStream(sse(body), _later(service, caller, body), end, {})
 
     @routes.get("/v1/residency", response_model=ResidencyMap)
     async def residency(request: Request, query: Annotated[ResidencyQuery, Query()]) -> Response:

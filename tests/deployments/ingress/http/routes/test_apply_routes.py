@@ -41,10 +41,12 @@ async def served(service: Service, rules: HttpPolicy) -> AsyncIterator[str]:
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(service, rules), lifespan="off", ws="none", log_level="warning"))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    await serving
-    listening.close()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        listening.close()
 
 
 @pytest_asyncio.fixture
