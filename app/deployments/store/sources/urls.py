@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 from fsspec import AbstractFileSystem, filesystem
+from fsspec.asyn import get_loop
 from fsspec.callbacks import Callback
 
 from app.deployments.store.sources.addresses import ALLOW_PRIVATE, is_private_name, public_socket
@@ -33,6 +36,9 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError, UnsafeSource
 
 MAX_REDIRECTS = 5
+#: Names that are looked up at a time. A name server that hangs holds the threads of its own names only: this is more
+#: than there are reads (`reader_pool.MAX_READERS`), with those that were given up and still wait for it.
+_MAX_LOOKUPS = 512
 
 
 class UrlFetcher:
@@ -48,6 +54,7 @@ class UrlFetcher:
         signatures: bool = False,
         reserve: Reserve = unbounded,
     ) -> None:
+        _look_up_in_threads()
         self._reserve = reserve
         self._signatures = signatures
         self._prefixes = tuple(prefixes)
@@ -130,6 +137,14 @@ class UrlFetcher:
             else:
                 return
         raise SourceError(f"{bound.url} redirects more than {MAX_REDIRECTS} times")
+
+
+@cache
+def _look_up_in_threads() -> None:
+    """Give the loop on which fsspec runs every transfer of this process enough threads: by default it looks up six
+    names at a time on a machine of two cores.
+    """
+    get_loop().set_default_executor(ThreadPoolExecutor(_MAX_LOOKUPS, thread_name_prefix="name-lookup"))
 
 
 class _RedirectError(Exception):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from app.config import AdaptersConfig, load_config
 from app.deployments.store.adapter_reader import open_sources
 from app.deployments.store.sources.addresses import is_private_name, public_socket
+from app.deployments.store.sources.fetch_timeout import FetchTimeout
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import RemoteSource, Sources
@@ -410,6 +413,57 @@ def test_endless_and_silent_servers(open_library: OpenLibrary, server: FileServe
     server.answer = lambda *_: (500, {}, b"")
     with pytest.raises(SourceError):
         open_library(urls(f"{server.url}/")).from_source(f"{server.url}/a")
+
+
+@pytest.fixture
+def hanging_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names that were looked up and hang: those that end with `.hang.internal`. `.internal` is this machine."""
+    gate, hanging, getaddrinfo = threading.Event(), list[str](), socket.getaddrinfo
+
+    def look_up(host: str, *args: Any, **options: Any) -> Any:
+        if host.endswith(".hang.internal"):
+            hanging.append(host)
+            gate.wait(600)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return getaddrinfo("127.0.0.1" if host.endswith(".internal") else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    yield hanging
+    gate.set()
+
+
+def test_a_load_whose_name_is_not_answered_ends_after_its_time(
+    open_library: OpenLibrary, hanging_names: list[str]
+) -> None:
+    hub = HubFetcher("http://hub.hang.internal", None, max_bytes=LIMIT, timeout_s=600.0)
+    for fetcher, source in ((urls("http://a.hang.internal/"), "http://a.hang.internal/a"), (hub, "hf://org/name@main")):
+        with pytest.raises(SourceError, match=r"was not fetched within adapters.source_timeout_s 0.5"):
+            open_library(FetchTimeout(fetcher, 0.5)).from_source(source)
+    assert set(hanging_names) <= {"a.hang.internal", "hub.hang.internal"}
+
+
+def test_names_that_are_not_answered_hold_up_no_others(
+    open_library: OpenLibrary, server: FileServer, files: dict[str, bytes], hanging_names: list[str]
+) -> None:
+    serve(server, "/a", files)
+    place = server.url.replace("127.0.0.1", "files.internal")
+    prefixes = [f"http://h{number}.hang.internal/" for number in range(40)]
+    patient = FetchTimeout(urls(*prefixes), 600.0)
+    library = open_library(patient, urls(f"{place}/"))
+    with ThreadPoolExecutor(len(prefixes)) as threads:
+        waiting = [threads.submit(library.from_source, f"{prefix}a") for prefix in prefixes]
+        try:
+            deadline_s = time.monotonic() + 60
+            while len(set(hanging_names)) < len(prefixes):
+                assert time.monotonic() < deadline_s, f"only {len(set(hanging_names))} names are looked up"
+                time.sleep(0.01)
+            assert library.from_source(f"{place}/a").uri == f"{place}/a"
+        finally:
+            for prefix in prefixes:
+                patient.abandon(f"{prefix}a")
+        for load in waiting:
+            with pytest.raises(SourceError, match="abandoned"):
+                load.result()
 
 
 def test_a_folder_that_changes_while_it_is_read(
