@@ -462,6 +462,22 @@ def test_it_listens_where_the_service_does_and_ray_stays_on_loopback(write: Writ
     assert re.findall(r"server s30000 (\S+)", changed) == ["127.0.0.1:30000"]
 
 
+async def test_a_client_with_ipv6_is_answered_and_known_by_its_address(write: Write) -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        heads.append(head)
+        await ok(reader, writer, head)
+
+    async with (
+        ingress(answer) as port,
+        haproxy(write, port, environment={"POLYLORA_HTTP_HOST": "::"}) as door,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        assert (await http.get(f"http://[::1]:{door.port}/v1/models")).status_code == 200
+    assert re.findall(rb"(?i)x-forwarded-for: (.*?)\r\n", heads[0]) == [b"::1"]
+
+
 @pytest.mark.parametrize("prefix", ["sk-poly-", "sk%2Dpoly%2D", "%73k-admin-poly-"])
 async def test_the_log_has_no_key_of_a_path(templates: dict[int, str], tmp_path: Path, prefix: str) -> None:
     secret = "abcDEF123_-abcDEF123_-abcDEF123_-abcDEF1234"
