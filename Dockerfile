@@ -30,7 +30,8 @@ RUN python3 -m venv /opt/polylora \
 
 RUN useradd --create-home --uid 10001 polylora \
  && install --directory --owner=polylora --mode=700 /var/lib/polylora /var/cache/polylora
-USER polylora
+# By number: Kubernetes cannot tell from a name that the user is not root (runAsNonRoot), and would not start it.
+USER 10001
 ENV PATH=/opt/polylora/bin:$PATH POLYLORA_STATE_DIR=/var/lib/polylora POLYLORA_CACHE=/var/cache/polylora
 VOLUME ["/var/lib/polylora", "/var/cache/polylora"]
 EXPOSE 8000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,20 @@ def test_only_the_service_s_own_port_is_open_to_everyone(service: dict[str, Any]
         assert group["template"]["metadata"]["labels"] == label, "the policy is for every pod"
     to_everyone = [rule["ports"] for rule in policy["spec"]["ingress"] if "from" not in rule]
     assert to_everyone == [[{"port": serve_config["http_options"]["port"]}]]
+
+
+def test_kubernetes_can_tell_that_the_images_user_is_not_root(service: dict[str, Any]) -> None:
+    """It refuses to start an image whose user is a name, where `runAsNonRoot` is set."""
+    dockerfile = (PATH.parents[1] / "Dockerfile").read_text()
+    (user,) = re.findall(r"^USER (.+)$", dockerfile, re.MULTILINE)
+    for pod in pods(service):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert int(user) == pod["securityContext"]["fsGroup"] > 0
+
+
+def test_the_image_has_the_clients_of_what_the_manifest_names(service: dict[str, Any]) -> None:
+    """The registry's database and the adapters' bucket."""
+    (extras,) = re.findall(r"--build-arg 'EXTRAS=\[(.+)\]'", PATH.read_text())
+    assert extras.split(",") == ["postgres", "s3"]
+    assert service["spec"]["serveConfigV2"].count("s3://") == 1
+    assert "='postgresql://" in PATH.read_text()
