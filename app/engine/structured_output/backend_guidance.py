@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter_tokenizer import parsed_text
@@ -41,6 +41,8 @@ _NUM_OWN = 8
 _MAX_TRIES, _MAX_TOTAL_TRIES, _MAX_TRIED_CHARS = 100, 400, 2 << 20
 #: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
 _DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
+#: What may have a < in a Lark grammar: a text, a regular expression, a comment, or (matched last) a token's name.
+_LARK_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|<[^\s<>]+>')
 #: Parts of a schema that are left out at most, before it is reported as invalid.
 _MAX_REMOVED = 20
 #: Keywords that are wrong, not unknown, if a grammar is invalid because of them.
@@ -59,6 +61,16 @@ class Vocabulary:
         self._own: OrderedDict[str, Vocabulary] = OrderedDict()  # by added tokens
         self._eos_token_ids = tuple(eos_token_ids)
         tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        # llguidance takes every added token of the form <...> for a special one.
+        plain = {
+            token["content"]: token["id"]
+            for token in json.loads(tokenizer_json)["added_tokens"]
+            if not token["special"] and token["content"].startswith("<") and token["content"].endswith(">")
+        }
+        self._by_id = {name: f"<[{token_id}]>" for name, token_id in plain.items()}
+        if plain:
+            wrapper = TokenizerWrapper(_PlainTokens(tokenizer, frozenset(plain.values())))
+            tokenizer = LLTokenizer(wrapper, eos_token=list(eos_token_ids))
         self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self.num_words = -(-vocab_size // 32)
@@ -96,7 +108,7 @@ class Vocabulary:
         key = (tenant_id, grammar)
         found = self._compiled.get(key)
         if found is None:
-            found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            found = LLMatcher(self._tokenizer, self._with_ids(grammar), log_level=0, limits=_LIMITS)
             if found.is_error():
                 raise InvalidRequest(why(found.get_error()))
             self._compiled[key] = found
@@ -112,12 +124,14 @@ class Vocabulary:
 
     def complaint(self, grammar: str) -> str:
         """Why this grammar cannot be used; empty if it can."""
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
+        named = self._with_ids(grammar)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(named, self._tokenizer, limits=_LIMITS)
         return why(messages[0]) if is_error else ""
 
     def complaint_about_prefix(self, grammar: str, prefix: str) -> str:
         """Why no answer of a valid grammar begins with this text; empty if one does."""
-        matcher = GrammarMatcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.num_words)
+        compiled = LLMatcher(self._tokenizer, self._with_ids(grammar), log_level=0, limits=_LIMITS)
+        matcher = GrammarMatcher(compiled, self.num_words)
         try:
             matcher.consume(self._tokenizer.greedy_tokenize(prefix))
         except InvalidRequest as error:
@@ -134,6 +148,27 @@ class Vocabulary:
             elif message.startswith(_UNKNOWN_FORMAT):
                 found.add(message.removeprefix(_UNKNOWN_FORMAT))
         return frozenset(found)
+
+    def _with_ids(self, grammar: str) -> str:
+        """The grammar with ids in place of plain tokens' names, <[117]> for <call>: llguidance knows special tokens'
+        names only. Texts, regular expressions and comments, and so JSON, stay."""
+        if not self._by_id:
+            return grammar
+        return _LARK_NAME.sub(lambda found: self._by_id.get(found[0], found[0]), grammar)
+
+
+class _PlainTokens:
+    """What llguidance's `TokenizerWrapper` reads of a tokenizer: the same one, with some special tokens as text."""
+
+    def __init__(self, tokenizer: LLTokenizer, plain: frozenset[int]) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token, None
+        self.tokens = [tokenizer.decode_bytes([token_id]) for token_id in ids]
+        self.special_token_ids = [i for i in ids if tokenizer.is_special_token(i) and i not in plain]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(self._tokenizer.tokenize_bytes(text))
 
 
 class EndTokens(NamedTuple):

@@ -236,3 +236,29 @@ def test_an_adapters_added_tokens_may_write_what_the_bases_do() -> None:
         allowed.append({token for token in range(120) if words[token >> 5] >> np.uint32(token & 31) & 1})
     assert allowed[1] == allowed[0] | {117}
     assert base.with_tokens("") is base
+
+
+def test_an_added_token_in_angle_brackets_is_text_unless_it_is_special() -> None:
+    """llguidance takes every added token of the form <...> for a special one."""
+    call, end = 117, 118
+    added = {"<call>": NewToken(call, ()), "<end>": NewToken(end, ("special",))}
+    vocabulary = tiny_vocabulary().with_tokens(AdapterTokenizer(None, {}, added).to_json())
+
+    def allowed(grammar: str, *token_ids: int) -> set[int]:
+        matcher, words = vocabulary.matcher(grammar, "tenant"), np.zeros(vocabulary.num_words, np.uint32)
+        matcher.consume(list(token_ids))
+        matcher.fill(words)
+        return {token for token in range(120) if words[token >> 5] >> np.uint32(token & 31) & 1}
+
+    string = json_grammar({"type": "string"}, "schema")
+    assert allowed(string, *ids_of('"a')) >= {call, *ids_of("<")}
+    assert ids_of('"')[0] in allowed(string, *ids_of('"a'), call)
+    assert end not in allowed(string, *ids_of('"a'))
+    literal = client_lark_grammar('start: ("<call>" | "<b>") <call> /<call>b/', "grammar")
+    assert allowed(literal) == {call, *ids_of("<")}
+    assert allowed(literal, call) == allowed(literal, *ids_of("<call>")) == {call}
+    assert allowed(literal, call, call) == {call}
+    assert allowed(client_lark_grammar("start: <end>", "grammar")) == {end}
+    forced = vocabulary.matcher(client_lark_grammar('start: "a<call>b"', "grammar"), "tenant")
+    assert forced.forced_token_ids() == [*ids_of("a"), call, *ids_of("b")]
+    assert "unknown special token" in vocabulary.complaint(client_lark_grammar("start: <other>", "grammar"))
