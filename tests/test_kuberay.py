@@ -129,3 +129,9 @@ def test_the_image_has_the_clients_of_what_the_manifest_names(service: dict[str,
     assert extras.split(",") == ["postgres", "s3"]
     assert service["spec"]["serveConfigV2"].count("s3://") == 1
     assert "='postgresql://" in PATH.read_text()
+
+
+def test_rays_object_store_fits_into_its_volume(service: dict[str, Any]) -> None:
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (size,) = [volume["emptyDir"]["sizeLimit"] for volume in pods(service)[1]["volumes"] if "medium" in str(volume)]
+    assert 0 < int(group["rayStartParams"]["object-store-memory"]) < int(size.removesuffix("Gi")) << 30
