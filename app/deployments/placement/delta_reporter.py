@@ -1,4 +1,4 @@
-"""Reports of one replica to placement, as deltas.
+"""Reports of one replica to placement, as deltas: the replica's side and placement's.
 
 A delta that placement may have missed is followed by a full report, never by another delta.
 """
@@ -6,10 +6,14 @@ A delta that placement may have missed is followed by a full report, never by an
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from app.deployments.placement.messages import ReplicaDelta, ReplicaIdentity, ReplicaReport
+from app.deployments.placement.messages import Key, ReplicaDelta, ReplicaIdentity, ReplicaReport, Row
 
+#: Time constant of the exponential mean of a replica's requests.
+TRAFFIC_S = 60.0
 #: Tenants whose service goes into one message, those with the most since the last.
 MAX_REPORTED_TENANTS = 64
 
@@ -78,3 +82,57 @@ class DeltaReporter:
     def reset(self) -> None:
         """Make the next message a full report, because placement may have missed one."""
         self._last = None
+
+
+@dataclass(slots=True)
+class ReportedReplica:
+    """One replica as its reports describe it to placement, with its rows of the table: resident adapters, prefixes.
+
+    `load`: its requests; `traffic`: their exponential mean. Times are placement's, in seconds, except `started_s` and
+    `used_s`, which are Unix times.
+    """
+
+    replica_id: str
+    number: int
+    seen_s: float
+    started_s: float = 0.0
+    load: int = 0
+    traffic: float = 0.0
+    resident: set[str] = field(default_factory=set)
+    active: Mapping[str, int] = field(default_factory=dict)
+    used_s: dict[str, float] = field(default_factory=dict)
+    prefixes: set[bytes] = field(default_factory=set)
+
+    def apply(self, delta: ReplicaDelta, now_s: float) -> dict[Key, Row | None]:
+        """Apply the next delta, or a full report; returns the rows that it changes, None for those it deletes."""
+        self.traffic += (delta.load - self.traffic) * -math.expm1((self.seen_s - now_s) / TRAFFIC_S)
+        self.number, self.seen_s, self.load, self.active = delta.number, now_s, delta.load, delta.active
+        return self._update_resident(delta) | self._update_prefixes(delta)
+
+    def row_keys(self) -> list[Key]:
+        """The keys of all its rows."""
+        keys: list[Key] = [("prefixes", self.replica_id)] if self.prefixes else []
+        return [*keys, *(("resident", digest, self.replica_id) for digest in self.resident)]
+
+    def _update_resident(self, delta: ReplicaDelta) -> dict[Key, Row | None]:
+        changes: dict[Key, Row | None] = {}
+        unloaded = self.resident.difference(delta.loaded) if delta.is_whole else set(delta.unloaded)
+        for digest in unloaded & self.resident:
+            changes["resident", digest, self.replica_id] = None
+        for digest in delta.loaded:
+            if digest not in self.resident:
+                row = (str(delta.num_rows[digest]),) if digest in delta.num_rows else ()
+                changes["resident", digest, self.replica_id] = row
+        self.resident = (self.resident - unloaded).union(delta.loaded)
+        self.used_s.update(delta.used_s)
+        if unloaded:
+            self.used_s = {each: at_s for each, at_s in self.used_s.items() if each in self.resident}
+        return changes
+
+    def _update_prefixes(self, delta: ReplicaDelta) -> dict[Key, Row | None]:
+        prefixes = set() if delta.is_whole else self.prefixes.difference(delta.dropped_prefixes)
+        prefixes.update(delta.cached_prefixes)
+        if prefixes == self.prefixes:
+            return {}
+        self.prefixes = prefixes
+        return {("prefixes", self.replica_id): tuple(sorted(prefix.hex() for prefix in prefixes)) or None}

@@ -13,8 +13,8 @@ import heapq
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
+from app.deployments.placement.delta_reporter import TRAFFIC_S, ReportedReplica
 from app.deployments.placement.messages import DrainingReplica, Key, ReplicaDelta, Residency, Row
 from app.deployments.placement.policy import BatchPlacementPolicy, PlacementPolicy
 from app.deployments.placement.reachability import ReachabilityVotes
@@ -38,23 +38,26 @@ DWELL_S = 10.0
 OUTGROWN_FACTOR = 2
 #: After this many missed reports the vote of a single ingress is enough to remove a replica.
 MISSED_REPORTS = 2.5
-#: Time constant of the exponential mean of a replica's requests.
-TRAFFIC_S = 60.0
 
 
-@dataclass(slots=True)
-class _Replica:
-    """The last reports of one replica."""
+class _RequestPeaks:
+    """The recent maximum of each replicated adapter's requests.
 
-    number: int
-    seen_s: float
-    started_s: float = 0.0
-    load: int = 0
-    traffic: float = 0.0
-    resident: set[str] = field(default_factory=set)
-    active: Mapping[str, int] = field(default_factory=dict)
-    used_s: dict[str, float] = field(default_factory=dict)
-    prefixes: set[bytes] = field(default_factory=set)
+    It decays with time, so that load that comes and goes keeps its replicas.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, float] = {}
+        self._updated_s = 0.0
+
+    def __getitem__(self, digest: str) -> float:
+        return self._peaks[digest]
+
+    def update(self, num_active: Mapping[str, int], now_s: float) -> None:
+        """Add the present requests of all replicated adapters; the others are forgotten."""
+        decay = math.exp((self._updated_s - now_s) / TRAFFIC_S)
+        self._updated_s = now_s
+        self._peaks = {digest: max(num, decay * self._peaks.get(digest, 0.0)) for digest, num in num_active.items()}
 
 
 class PlacementState:
@@ -69,11 +72,10 @@ class PlacementState:
     ) -> None:
         self.view = PlacementView()
         self._changes: dict[Key, Row | None] = {}
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReportedReplica] = {}
         self._used: dict[str, None] = {}  # assigned adapters, least recently used first
         self._replicated: set[str] = set()  # adapters with several replicas
-        self._peaks: dict[str, float] = {}  # their recent maximum of requests
-        self._rebalanced_s = 0.0
+        self._peaks = _RequestPeaks()
         self._changed_s: dict[str, float] = {}  # adapters whose assigned dwell, and since when
         self._overloaded_s: dict[str, float] = {}  # overloaded replicas, and since when
         self._excluded_s: dict[str, float] = {}  # replicas removed as unreachable, and when
@@ -123,10 +125,8 @@ class PlacementState:
             replica = replica or self._add_replica(replica_id, delta, now_s)
         elif replica is None or delta.number != replica.number + 1:
             return False
-        replica.traffic += (delta.load - replica.traffic) * -math.expm1((replica.seen_s - now_s) / TRAFFIC_S)
-        replica.number, replica.seen_s, replica.load, replica.active = delta.number, now_s, delta.load, delta.active
-        self._update_resident(replica_id, replica, delta)
-        self._update_prefixes(replica_id, replica, delta)
+        for key, row in replica.apply(delta, now_s).items():
+            self._change(key, row)
         for digest in delta.active:
             if digest in self._used:
                 self._used[digest] = self._used.pop(digest)
@@ -198,36 +198,16 @@ class PlacementState:
         found = [(each, self._replicas[each]) for each in resident_on]
         return [Residency(each, replica.active.get(digest, 0), replica.used_s.get(digest)) for each, replica in found]
 
-    def _add_replica(self, replica_id: str, delta: ReplicaDelta, now_s: float) -> _Replica:
+    def _add_replica(self, replica_id: str, delta: ReplicaDelta, now_s: float) -> ReportedReplica:
         started_s = delta.identity.started_s if delta.identity is not None else 0.0
         row = (repr(started_s), str(delta.num_rank_rows), str(delta.num_kv_tokens))
         self._change(("replica", replica_id), row)
-        replica = self._replicas[replica_id] = _Replica(delta.number, now_s, started_s, traffic=delta.load)
+        replica = self._replicas[replica_id] = ReportedReplica(
+            replica_id, delta.number, now_s, started_s, traffic=delta.load
+        )
         if len(self._replicas) <= self._min_replicas_per_adapter:
             self._add_replicas_to_all(self._used)  # there were too few replicas for the minimum
         return replica
-
-    def _update_resident(self, replica_id: str, replica: _Replica, delta: ReplicaDelta) -> None:
-        """Apply the adapters loaded to and unloaded from a replica's device."""
-        unloaded = replica.resident.difference(delta.loaded) if delta.is_whole else set(delta.unloaded)
-        for digest in unloaded & replica.resident:
-            self._change(("resident", digest, replica_id), None)
-        for digest in delta.loaded:
-            if digest not in replica.resident:
-                row = (str(delta.num_rows[digest]),) if digest in delta.num_rows else ()
-                self._change(("resident", digest, replica_id), row)
-        replica.resident = (replica.resident - unloaded).union(delta.loaded)
-        replica.used_s.update(delta.used_s)
-        if unloaded:
-            replica.used_s = {each: at_s for each, at_s in replica.used_s.items() if each in replica.resident}
-
-    def _update_prefixes(self, replica_id: str, replica: _Replica, delta: ReplicaDelta) -> None:
-        """Apply the changes of a replica's cached prompt prefixes."""
-        prefixes = set() if delta.is_whole else replica.prefixes.difference(delta.dropped_prefixes)
-        prefixes.update(delta.cached_prefixes)
-        if prefixes != replica.prefixes:
-            replica.prefixes = prefixes
-            self._change(("prefixes", replica_id), tuple(sorted(prefix.hex() for prefix in prefixes)) or None)
 
     def _load(self, replica_id: str) -> int:
         return self._replicas[replica_id].load
@@ -278,7 +258,7 @@ class PlacementState:
         earlier calls; this one adds its own.
         """
         assigned = self.view.assigned_replicas(digest)
-        num_active = self._num_active(assigned, digest)
+        num_active = self._num_active(digest)
         others = [other for other in loads if other not in assigned]
         num_more = min(max(math.ceil(num_active / bound) - len(assigned), 1), len(others))
         little = (min(loads[other] for other in others) + mean) / 2
@@ -305,32 +285,23 @@ class PlacementState:
         """Whether an adapter's requests fill OUTGROWN_FACTOR times its replicas, which were chosen before all demand
         was known.
         """
-        assigned = self.view.assigned_replicas(digest)
-        return math.ceil(self._num_active(assigned, digest) / bound) >= OUTGROWN_FACTOR * len(assigned)
+        return math.ceil(self._num_active(digest) / bound) >= OUTGROWN_FACTOR * len(self.view.assigned_replicas(digest))
 
     def _is_full(self, replica_id: str, digest: str) -> bool:
         """Whether the adapters assigned there leave no rank rows for one more, as far as that is known."""
         fleet = UsableFleet(self.view, self.view.replicas, self._load)
         return 0 < fleet.num_rank_rows(replica_id) < fleet.num_rows_at(replica_id) + fleet.num_rows(digest)
 
-    def _num_active(self, assigned: Row, digest: str) -> int:
+    def _num_active(self, digest: str) -> int:
+        """Requests for an adapter on the replicas assigned to it."""
+        assigned = self.view.assigned_replicas(digest)
         return sum(
             self._replicas[replica_id].active.get(digest, 0) for replica_id in assigned if replica_id in self._replicas
         )
 
     def _scale_in(self, now_s: float) -> None:
-        """Take away half of an adapter's replicas where the rest can carry its recent maximum.
-
-        The maximum decays with time, so that load that comes and goes keeps its replicas.
-        """
-        decay = math.exp((self._rebalanced_s - now_s) / TRAFFIC_S)
-        self._rebalanced_s = now_s
-        self._peaks = {
-            digest: max(
-                self._num_active(self.view.assigned_replicas(digest), digest), decay * self._peaks.get(digest, 0.0)
-            )
-            for digest in self._replicated
-        }
+        """Take away half of an adapter's replicas where the rest can carry its recent maximum."""
+        self._peaks.update({digest: self._num_active(digest) for digest in self._replicated}, now_s)
         for digest in sorted(self._replicated.difference(self._changed_s)):
             assigned = self.view.assigned_replicas(digest)
             if len(assigned) > self._num_desired(digest):
@@ -359,10 +330,8 @@ class PlacementState:
         if replica is None:
             return
         self._change(("replica", replica_id), None)
-        if replica.prefixes:
-            self._change(("prefixes", replica_id), None)
-        for digest in replica.resident:
-            self._change(("resident", digest, replica_id), None)
+        for key in replica.row_keys():
+            self._change(key, None)
         for digest in list(self.view.assigned_adapters(replica_id)):
             self._set_assigned(
                 digest, tuple(each for each in self.view.assigned_replicas(digest) if each != replica_id)
