@@ -1,4 +1,4 @@
-"""Fetching of adapters' weights from the store through shared memory.
+"""Fetching of adapters' weights from the store through shared memory, and those that stay mapped.
 
 Arrays are views of Ray's object store; nothing is copied. Objects that are lost (their owner died, or they were
 evicted) are fetched again. A store that is down is waited for: its process restarts within seconds, and after the loss
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Set
 
 from app.deployments.rpc.actor_unavailable import ActorUnavailable
-from app.deployments.rpc.background_tasks import backoff_s
+from app.deployments.rpc.background_tasks import Tasks, backoff_s
 from app.deployments.rpc.named_actor import get_object
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
@@ -28,6 +29,8 @@ RETRY_S = 1.0
 STORE_WAIT_S = 60.0
 #: Polling intervals while the store loads an adapter. The longest is well below `store.reader_pool.ABANDON_S`.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+#: Bytes of adapters mapped in this process. They are views of shared memory, which stays allocated meanwhile.
+MAX_MAPPED_BYTES = 256 << 20
 
 
 async def fetch_packed(store: StoreService[SharedAdapter], ref: AdapterRef) -> SharedAdapter:
@@ -85,3 +88,53 @@ class AdapterFetcher:
         shared = await fetch_packed(self._store, ref)
         arrays = [await get_object(array) for array in shared.arrays]
         return unpack_adapter(shared.header, arrays)
+
+
+class MappedAdapters:
+    """Adapters mapped in this process: those used last, up to `MAX_MAPPED_BYTES`. One event loop."""
+
+    def __init__(self, fetcher: AdapterFetcher) -> None:
+        self._fetcher = fetcher
+        self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()  # by digest, least recently used first
+        self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
+        self._tasks = Tasks()
+
+    @property
+    def digests(self) -> Set[str]:
+        return self._mapped.keys()
+
+    def get(self, digest: str) -> LoraAdapter | None:
+        """A mapped adapter, for a request that uses it."""
+        if digest in self._mapped:
+            self._mapped.move_to_end(digest)
+        return self._mapped.get(digest)
+
+    def add(self, adapter: LoraAdapter) -> None:
+        """Keep an adapter mapped; evicts the least recently used."""
+        self._mapped[adapter.card.digest] = adapter
+        self._mapped.move_to_end(adapter.card.digest)
+        while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
+            self._mapped.popitem(last=False)
+
+    def remove(self, digest: str) -> None:
+        """Unmap an adapter; no effect on others."""
+        self._mapped.pop(digest, None)
+
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        """Fetch and map an adapter. Raises what fetching raises.
+
+        One fetch per digest and source at a time: another tenant's source may fail while this one works.
+        """
+        key = (ref.digest, ref.uri)
+        task = self._fetching.get(key)
+        if task is None:
+            task = self._fetching[key] = self._tasks.start(self._fetch_and_map(ref))
+        return await asyncio.shield(task)
+
+    async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
+        try:
+            adapter = await self._fetcher.fetch(ref)
+        finally:
+            del self._fetching[ref.digest, ref.uri]
+        self.add(adapter)
+        return adapter

@@ -86,7 +86,7 @@ class EngineReplica:
         await wait_for_pins(store, pinned, replica_id)
         warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=recorder.record_load)
         for adapter in reversed(await warm_up.run(pinned.value)):
-            service.cache_adapter(adapter)
+            service.adapters.add(adapter)
         self._socket = FrameSocket(replica_id)
         await self._socket.open()
         self._pins = PinController(self._engine, adapters, service)

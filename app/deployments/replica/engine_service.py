@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from app.deployments.placement.messages import ReplicaReport
-from app.deployments.replica.adapter_fetcher import AdapterFetcher
+from app.deployments.replica.adapter_fetcher import AdapterFetcher, MappedAdapters
 from app.deployments.replica.suspect_isolation import SuspectQueue
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.frames import FrameHub, pack_frame
@@ -35,8 +35,6 @@ from app.engine.scheduling.fair_limiter import FairLimiter
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of adapters mapped in this process. They are views of shared memory, which stays allocated meanwhile.
-MAX_MAPPED_BYTES = 256 << 20
 #: Number of recently requested adapters that are remembered.
 MAX_REQUESTED = 65_536
 #: How often the running step is checked for a hang.
@@ -61,7 +59,7 @@ class EngineService:
         usage_recorder: UsageRecorder | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._adapters = adapters
+        self.adapters = MappedAdapters(adapters)
         self._usage_recorder = usage_recorder
         self._unbilled: dict[str, GenerateRequest] = {}  # submitted, usage not recorded yet
         self._clock = clock
@@ -69,8 +67,6 @@ class EngineService:
         self._engine: RunningEngine | None = None
         self._loop = asyncio.get_running_loop()
         self._hub = FrameHub()
-        self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
-        self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._fetch_us: dict[str, int] = {}  # of requests that waited for their adapter
         self._waiting_places = FairLimiter[str]("engine.max_queued_requests", max_queued_requests)
@@ -156,8 +152,7 @@ class EngineService:
                     del self._requested_s[next(iter(self._requested_s))]
             if ref is None:
                 self._enter(request, None)
-            elif (adapter := self._mapped.get(ref.digest)) is not None:
-                self._mapped.move_to_end(ref.digest)
+            elif (adapter := self.adapters.get(ref.digest)) is not None:
                 self._enter(request, adapter)
             else:
                 self._wait_for_adapter(request, ref)
@@ -181,30 +176,19 @@ class EngineService:
 
         The mapping in this process is dropped too; the next request fetches the adapter again.
         """
-        self._mapped.pop(digest, None)
+        self.adapters.remove(digest)
         return await asyncio.wrap_future(self.engine.unload_adapter(digest))
 
     def cached_digests(self) -> set[str]:
         """Digests of adapters that are on the device or mapped in this process."""
-        return {*(resident.digest for resident in self.engine.stats().residents), *self._mapped}
+        return {*(resident.digest for resident in self.engine.stats().residents), *self.adapters.digests}
 
     def on_prefetched(self, adapter: LoraAdapter, ref: AdapterRef, written_bytes: int) -> None:
         """An adapter was loaded to the device without a request."""
-        self.count_load(ref, written_bytes)
-        self.cache_adapter(adapter)
-        self.changed.set()
-
-    def count_load(self, ref: AdapterRef, written_bytes: int) -> None:
-        """Record bytes written to the device for an adapter without a request."""
         if self._usage_recorder is not None:
             self._usage_recorder.record_load(ref, written_bytes)
-
-    def cache_adapter(self, adapter: LoraAdapter) -> None:
-        """Keep an adapter mapped in this process; evicts the least recently used."""
-        self._mapped[adapter.card.digest] = adapter
-        self._mapped.move_to_end(adapter.card.digest)
-        while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
-            self._mapped.popitem(last=False)
+        self.adapters.add(adapter)
+        self.changed.set()
 
     def drain_usage(self) -> dict[str, float]:
         """Adapters used since the last call, with the Unix time of their last use."""
@@ -270,7 +254,7 @@ class EngineService:
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
         began_s = time.perf_counter()
         try:
-            adapter = await self._adapter(ref)
+            adapter = await self.adapters.fetch(ref)
         except Exception as error:
             self._stop_waiting(request.request_id)
             self._fail(request.request_id, error)
@@ -302,22 +286,6 @@ class EngineService:
             self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = self._clock()
             self.changed.set()
         return True
-
-    async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
-        """One fetch per digest and source at a time: another tenant's source may fail while this one works."""
-        key = (ref.digest, ref.uri)
-        task = self._fetching.get(key)
-        if task is None:
-            task = self._fetching[key] = self._tasks.start(self._fetch_and_map(ref))
-        return await asyncio.shield(task)
-
-    async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
-        try:
-            adapter = await self._adapters.fetch(ref)
-        finally:
-            del self._fetching[ref.digest, ref.uri]
-        self.cache_adapter(adapter)
-        return adapter
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:

@@ -8,7 +8,8 @@ import time
 import pytest
 from ray.exceptions import ObjectLostError, OwnerDiedError
 
-from app.deployments.replica.adapter_fetcher import AdapterFetcher
+from app.deployments.replica import adapter_fetcher as module
+from app.deployments.replica.adapter_fetcher import AdapterFetcher, MappedAdapters
 from app.deployments.rpc.actor_unavailable import ActorUnavailable
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.adapters.card import AdapterRef
@@ -94,3 +95,19 @@ async def test_what_the_adapter_is_to_blame_for_is_not_asked_again() -> None:
     with pytest.raises(AdapterFormatError, match="no weights"):
         await AdapterFetcher(store, time.monotonic, retry_s=600.0).fetch(REF)
     assert time.monotonic() - began_s < 600.0
+
+
+async def test_the_adapters_used_last_stay_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three = (fake_adapter(name, 8) for name in ("one", "two", "three"))
+    monkeypatch.setattr(module, "MAX_MAPPED_BYTES", 2 * one.card.size_bytes)
+    adapters = MappedAdapters(AdapterFetcher(FakeStore(), time.monotonic))
+    adapters.add(one)
+    adapters.add(two)
+    assert adapters.get(one.card.digest) is one
+    adapters.add(three)
+    assert list(adapters.digests) == [one.card.digest, three.card.digest]
+    adapters.remove(one.card.digest)
+    assert adapters.get(one.card.digest) is None
+    monkeypatch.setattr(module, "MAX_MAPPED_BYTES", 0)
+    adapters.add(two)
+    assert list(adapters.digests) == [two.card.digest], "the last one stays however large it is"

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from app.deployments.replica import engine_service as module
+from app.deployments.replica.adapter_fetcher import MappedAdapters
 from app.deployments.rpc.transport import ReplicaGone
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
@@ -41,11 +42,11 @@ class TwoPlaces:
 
 async def test_a_request_waits_for_its_own_tenants_source_alone() -> None:
     places = TwoPlaces()
-    service = module.EngineService(places, time.time, max_queued_requests=8)
+    adapters = MappedAdapters(places)
     digest = fake_adapter("one", 8).card.digest
-    theirs = asyncio.create_task(service._adapter(AdapterRef("secret", digest, "other", uri="theirs")))
+    theirs = asyncio.create_task(adapters.fetch(AdapterRef("secret", digest, "other", uri="theirs")))
     await asyncio.sleep(0)
-    mine = await service._adapter(AdapterRef("mine", digest, "me", uri="mine"))
+    mine = await adapters.fetch(AdapterRef("mine", digest, "me", uri="mine"))
     assert mine.card.digest == digest
     places.gate.set()
     with pytest.raises(AdapterUnreadable, match="secret"):

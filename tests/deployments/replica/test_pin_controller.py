@@ -49,7 +49,7 @@ class Bench:
     @property
     def brought(self) -> list[str]:
         """What a request for it would find in this process."""
-        return list(self.service._mapped)
+        return list(self.service.adapters.digests)
 
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
         self.fetches.append(ref.name)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.deployments.replica.adapter_fetcher import MappedAdapters
 from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.adapter import LoraAdapter
@@ -52,7 +53,7 @@ async def test_two_hundred_first_requests_over_two_ingresses_are_one_fetch(
         return served[-1]
 
     for replica in fleet.replicas.values():
-        replica.service._adapters = SimpleNamespace(fetch=fetch)
+        replica.service.adapters = MappedAdapters(SimpleNamespace(fetch=fetch))
     ingresses = [fleet.dispatcher(), fleet.dispatcher()]
     requests = [replace(make_request(f"r{i}", [i % 61, 5, 7], max_tokens=4), adapter=ref) for i in range(200)]
     answers = [asyncio.create_task(collect(ingresses[index % 2], request)) for index, request in enumerate(requests)]
