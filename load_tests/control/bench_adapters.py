@@ -22,6 +22,7 @@ from pathlib import Path
 from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.jobs.preload import Preloader
 from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, CatalogEntry, LoadRequest
 from app.deployments.registry.registry import open_registry
 from app.deployments.registry.service import RegistryService
@@ -100,7 +101,8 @@ class _Service:
         )
         self.registry_service = RegistryService(self.registry, self.store, events)
         unread = LazyRegistrations(self.registry, self.registry_service, FailureBackoff())
-        parts = StoreParts(self.registry, self.registry_service, self.store, (), unread, uploads=uploads)
+        preloader = Preloader(self.registry, self.registry_service)
+        parts = StoreParts(self.registry, self.registry_service, self.store, preloader, unread, uploads=uploads)
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)

@@ -44,6 +44,7 @@ from app.deployments.registry.db.tables import adapters, events
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.jobs.preload import Preloader
 from app.deployments.registry.models import DEFAULT_TENANT, ReadAdapter, State
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
@@ -84,6 +85,8 @@ class _InstantStore:
     def pin(self, digests: Collection[str]) -> None:
         pass
 
+    def failure(self, ref: AdapterRef) -> None: ...
+
 
 class _NoBytes(HostAdapterCache[None]):
     """A cache without adapters: no request needs an adapter's bytes here."""
@@ -97,8 +100,6 @@ class _NoBytes(HostAdapterCache[None]):
     async def prefetch(self, ref: AdapterRef) -> None: ...
 
     def invalidate(self, digest: str) -> None: ...
-
-    def failure(self, ref: AdapterRef) -> None: ...
 
 
 class _Activities(TenantsService):
@@ -214,7 +215,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
             registry,
             registry_service,
             _NoBytes(),
-            (),
+            Preloader(registry, registry_service),
             LazyRegistrations(registry, registry_service, FailureBackoff()),
         ),
         lambda: None,

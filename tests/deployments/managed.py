@@ -17,6 +17,7 @@ from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
 from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.jobs.preload import Preloader
 from app.deployments.registry.models import (
     DEFAULT_TENANT,
     UPLOADED,
@@ -186,7 +187,13 @@ class ManagedStore:
         )
         self.unread = LazyRegistrations(registry, self.registry_service, FailureBackoff(clock))
         parts = StoreParts(
-            registry, self.registry_service, store, (), self.unread, auto_registration=self.resolution, uploads=uploads
+            registry,
+            self.registry_service,
+            store,
+            Preloader(registry, self.registry_service),
+            self.unread,
+            auto_registration=self.resolution,
+            uploads=uploads,
         )
         self.client = actor_proxy(StoreService[Any], Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()

@@ -19,6 +19,7 @@ from app.deployments.registry.catalog import not_registered_error
 from app.deployments.registry.db.retention import trim, uploads_in_use
 from app.deployments.registry.event_log import MoveWriter
 from app.deployments.registry.feed.change_feed import POLL_INTERVAL_S, ChangeFeed
+from app.deployments.registry.jobs.failure_backoff import Failure
 from app.deployments.registry.jobs.load_jobs import LoadJobs, Reader
 from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, Heartbeat
 from app.deployments.registry.jobs.unload_jobs import UnloadJobs
@@ -38,6 +39,7 @@ from app.deployments.registry.models import (
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.background_tasks import Tasks, repeat
+from app.engine.adapters.card import AdapterRef
 from app.engine.errors import InvalidRequest, NotFound, NotReady
 from app.model_names import check_name, is_name, split_version
 from app.redaction import without_keys
@@ -56,6 +58,9 @@ class HostCache(Reader, Protocol):
 
     def pin(self, digests: Collection[str]) -> None:
         """Pin exactly these."""
+
+    def failure(self, ref: AdapterRef) -> Failure | None:
+        """Why the last requested read of these contents failed."""
 
 
 class RegistryService:
@@ -171,7 +176,17 @@ class RegistryService:
             times_s = (entry.last_used_s, self._last_used.last_s(entry.ref.digest))
             entry = replace(entry, last_used_s=max((time_s for time_s in times_s if time_s is not None), default=None))
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
-        return Description(entry, job and (self.loads.running(job.id) or job), is_on_host)
+        job = job and (self.loads.running(job.id) or job)
+        return Description(entry, job, is_on_host, self._last_error(entry, job))
+
+    def _last_error(self, entry: CatalogEntry | None, job: RegistryJob | None) -> str | None:
+        """Why the adapter could not be read the last time, if it could not."""
+        if entry is None:
+            return None
+        if not entry.is_read:
+            return job.reason if job is not None and job.state is State.FAILED else None
+        failure = self._store.failure(entry.ref)
+        return None if failure is None else failure.reason
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
         """A job in its present state. Raises NotFound."""

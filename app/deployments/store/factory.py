@@ -18,6 +18,7 @@ from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
 from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
+from app.deployments.registry.jobs.preload import Preloader
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.registry import open_registry
 from app.deployments.registry.service import RegistryService
@@ -96,20 +97,20 @@ class OpenStore(Generic[H]):
             _resolver_settings(config.adapters, config.model.name),
         )
         lazy_registrations = LazyRegistrations(self._registry, self._registry_service, FailureBackoff())
+        self._preloader = Preloader(self._registry, self._registry_service, adapters.preload, _roots(adapters))
         self._reconfiguring = asyncio.Lock()
         self.parts = StoreParts(
             self._registry,
             self._registry_service,
             self._store,
-            adapters.preload,
+            self._preloader,
             lazy_registrations,
             self.apply_settings,
             self._auto_registration,
             self._uploads,
-            _roots(adapters),
         )
 
-    async def apply_settings(self, settings: str) -> StoreParts[H]:
+    async def apply_settings(self, settings: str) -> None:
         """Work with other settings from now on; equal ones change nothing.
 
         Raises ConfigError for invalid settings, without changing anything.
@@ -133,9 +134,8 @@ class OpenStore(Generic[H]):
                 self._registry.reconfigure(PinLimits.of(config), names)
                 self._registry_service.reserved_names = names
                 self._settings = settings
-                self.parts = self.parts._replace(preloaded=adapters.preload, roots=_roots(adapters))
+                self._preloader.configure(adapters.preload, _roots(adapters))
                 logger.info("the store has applied new settings")
-        return self.parts
 
     def _open_reader(self, config: AppConfig) -> AdapterReader:
         pinned = {entry.ref.digest for entry in self._registry.catalog.pinned_entries()}

@@ -36,7 +36,7 @@ class Failing:
 
 
 def service(error: Exception) -> StoreService[Any]:
-    parts: Any = StoreParts(None, None, Failing(error), (), None)  # type: ignore[arg-type]
+    parts: Any = StoreParts(None, None, Failing(error), None, None)  # type: ignore[arg-type]
     return StoreService(parts, lambda: None)
 
 

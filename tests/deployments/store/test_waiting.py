@@ -44,7 +44,7 @@ def ref(digest: str) -> AdapterRef:
 
 def make(store: Bytes) -> tuple[StoreService[str], list[int]]:
     calls: list[int] = []
-    parts = StoreParts(cast(Any, None), cast(Any, None), cast(Any, store), (), cast(Any, None))
+    parts = StoreParts(cast(Any, None), cast(Any, None), cast(Any, store), cast(Any, None), cast(Any, None))
     return StoreService(parts, lambda: calls.append(1)), calls
 
 

@@ -21,7 +21,7 @@ from app.config import PreloadedAdapter
 from app.deployments.registry.aliases import is_alias
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, name_condition, preloads
-from app.deployments.registry.models import CatalogEntry, LoadRequest
+from app.deployments.registry.models import DEFAULT_TENANT, CatalogEntry, LoadRequest
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.engine.adapters.paths import resolve_adapter_path
@@ -76,6 +76,41 @@ class Preloads:
         with self._database.write() as connection:
             connection.execute(delete(preloads).where(*name_condition(preloads, *key)))
             connection.execute(insert(preloads).values(**_row(key, item)))
+
+
+class Preloader:
+    """Preloads the configured adapters once, however many callers ask; again after a failure or for other ones.
+
+    One event loop. `roots`: the present roots of local adapters.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        registry_service: RegistryService,
+        preloaded: Sequence[PreloadedAdapter] = (),
+        roots: Sequence[Path] = (),
+    ) -> None:
+        self._registry, self._registry_service = registry, registry_service
+        self._task: asyncio.Task[None] | None = None
+        self._started: tuple[Sequence[PreloadedAdapter], Sequence[Path]] = ((), ())  # what the task preloads
+        self.configure(preloaded, roots)
+
+    def configure(self, preloaded: Sequence[PreloadedAdapter], roots: Sequence[Path]) -> None:
+        """The next `preload` loads these."""
+        self._preloaded, self._roots = preloaded, roots
+
+    async def preload(self) -> None:
+        """Returns when all are served. Raises what makes a load fail."""
+        wanted = self._preloaded, self._roots
+        has_failed = self._task is not None and self._task.done() and self._task.exception() is not None
+        if wanted != self._started or self._task is None or has_failed:
+            self._started = wanted
+            work = preload(
+                self._registry, self._registry_service, self._preloaded, tenant_id=DEFAULT_TENANT, roots=self._roots
+            )
+            self._task = asyncio.create_task(work)
+        await asyncio.shield(self._task)
 
 
 async def preload(
