@@ -9,7 +9,6 @@ computes, the adapter loader keeps the device's tables up to date, and the backe
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -31,7 +30,7 @@ from app.engine.errors import (
     PolyloraError,
     QueueFull,
 )
-from app.engine.meter import EngineMeter, StepProfile
+from app.engine.meter import EngineMeter
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.adapter_commands import AdapterCommands, LoadCommand, UnloadCommand, refuse
 from app.engine.pools.adapter_pool import AdapterPool
@@ -40,7 +39,7 @@ from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.request_validation import RequestValidator
 from app.engine.scheduling.adapter_loader import AdapterLoader
 from app.engine.scheduling.chunked_prefill import PrefillBudget
-from app.engine.scheduling.fair_limiter import FairLimiter
+from app.engine.scheduling.fair_limiter import SharedFairLimiter
 from app.engine.scheduling.schedule import Schedule
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.scheduling.tenant_isolation import TenantIsolation
@@ -149,7 +148,6 @@ class Engine:
         _check_speculation(config, backend)
         self.max_model_len = max_model_len_of(config, self.spec)
         self._meter = EngineMeter()
-        self._split = StepProfile()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.enable_prefix_caching)
         self._adapters = AdapterPool(
             limits.lora_pool_rows,
@@ -171,9 +169,7 @@ class Engine:
             _Submit | _Refuse | _Abort | _GiveWay | _Pin | _RemoteService | UnloadCommand | LoadCommand
         ] = deque()
         self._live_ids: dict[str, object] = {}  # submitted, not ended; used by atomic single operations only
-        self._waiting = FairLimiter[str]("engine.max_queued_requests", config.max_queued_requests)
-        self._waiting_lock = threading.Lock()  # between threads that submit; a step leaves ids in `_not_waiting`
-        self._not_waiting: deque[str] = deque()  # requests that were admitted or have ended
+        self._waiting = SharedFairLimiter[str]("engine.max_queued_requests", config.max_queued_requests)
         self._commands = AdapterCommands(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
         self._writer = AdapterLoader(backend, self._adapters, self._commands, self._scheduler.live, self._meter, clock)
         self.merged = merged
@@ -206,25 +202,19 @@ class Engine:
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
         try:
-            self._take_place(request)
+            is_resumed = bool(request.resume_token_ids)
+            gave_way = self._waiting.add(request.request_id, request.tenant_id, is_forced=is_resumed)
         except QueueFull:
             del self._live_ids[request.request_id]
             raise
+        for other, error in gave_way:
+            self._inbox.append(_GiveWay(other, error))
         if request.sampling.grammar and self._compiler is not None:
             self._compiler.submit(sequence)
         else:
             self._inbox.append(_Submit(sequence))
         if self._failure is not None and self._live_ids.pop(request.request_id, None) is not None:
             raise self._failure  # it failed in the meantime, and no step ended this request
-
-    def _take_place(self, request: GenerateRequest) -> None:
-        """Count a request as waiting. Raises QueueFull."""
-        with self._waiting_lock:
-            while self._not_waiting:
-                self._waiting.remove(self._not_waiting.popleft())
-            is_resumed = bool(request.resume_token_ids)
-            for other, error in self._waiting.add(request.request_id, request.tenant_id, is_forced=is_resumed):
-                self._inbox.append(_GiveWay(other, error))
 
     def abort(self, request_id: str) -> None:
         """See `RunningEngine.abort`."""
@@ -299,9 +289,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """See `RunningEngine.stats`."""
         return self._meter.stats(
-            self._blocks, self._adapters, self._split, num_live=len(self._live_ids),
-            num_running=self._scheduler.num_running, merged=self.merged, service_gap=self._scheduler.queue.gap(),
-            compile_s=self._backend.compile_s, engine=self._device_name,
+            self._blocks, self._adapters, num_live=len(self._live_ids), num_running=self._scheduler.num_running,
+            merged=self.merged, service_gap=self._scheduler.queue.gap(), compile_s=self._backend.compile_s,
+            engine=self._device_name,
         )  # fmt: skip
 
     # Everything below runs on the engine's thread.
@@ -315,7 +305,7 @@ class Engine:
         try:
             chunks = self._drain_inbox()
             self._plan = self._scheduler.schedule()
-            self._not_waiting.extend(self._plan.admitted_ids)
+            self._waiting.release(*self._plan.admitted_ids)
             self._plan, refused = self._writer.apply(self._plan)
             output = self._forward(self._plan)
             self._meter.now_s = self._clock()
@@ -324,7 +314,7 @@ class Engine:
             return self._fail(error)
         for chunk in chunks:
             if chunk.finish_reason is not None:
-                self._not_waiting.append(chunk.request_id)
+                self._waiting.release(chunk.request_id)
                 self._live_ids.pop(chunk.request_id, None)
         return chunks
 
@@ -404,10 +394,7 @@ class Engine:
             if self._compiler is not None:
                 self._compiler.wait_for_masks()
         took_s = self._clock() - started_s
-        ranks = {sequence.adapter_slot: sequence.rank for sequence, _ in plan.items}
-        num_tokens = sum(count for _, count in plan.items)
-        num_token_rows = sum(count * sequence.rank for sequence, count in plan.items)
-        self._split.observe(num_tokens, sum(ranks.values()), num_token_rows, took_s)
+        self._meter.observe_step(plan.items, took_s)
         self._scheduler.observe(plan, took_s)
         return output
 

@@ -12,6 +12,7 @@ from app.engine.adapters.card import AdapterCard
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool
 from app.engine.request import RequestUsage
+from app.engine.sequence import Sequence
 from app.engine.stats import EngineStats, ResidentAdapter, TenantStats
 
 MAX_TENANTS = 256
@@ -55,6 +56,7 @@ class EngineMeter:
         self.num_finished = 0
         self.num_aborted = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self._step_profile = StepProfile()
         self._tenants: dict[str, _Tenant] = {}
 
     def count_admission(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
@@ -93,11 +95,17 @@ class EngineMeter:
         tenant.rank_row_ms += request_usage.rank_row_ms
         tenant.kv_block_ms += request_usage.kv_block_ms
 
+    def observe_step(self, items: list[tuple[Sequence, int]], time_s: float) -> None:
+        """A step has computed so many tokens of each of these sequences."""
+        ranks = {sequence.adapter_slot: sequence.rank for sequence, _ in items}
+        num_tokens = sum(count for _, count in items)
+        num_token_rows = sum(count * sequence.rank for sequence, count in items)
+        self._step_profile.observe(num_tokens, sum(ranks.values()), num_token_rows, time_s)
+
     def stats(
         self,
         blocks: BlockPool,
         adapters: AdapterPool,
-        split: StepProfile,
         *,
         num_live: int,
         num_running: int,
@@ -123,8 +131,9 @@ class EngineMeter:
             num_finished=self.num_finished, num_aborted=self.num_aborted, tenants=self.tenants(),
             rank_row_ms=self.rank_row_ms, kv_block_ms=self.kv_block_ms, service_gap=service_gap,
             num_kv_tokens=blocks.num_blocks * blocks.block_size, num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens, base_s=split.base_s, lora_s=split.lora_s, compile_s=compile_s,
-            cached_prefixes=blocks.cached_prefixes, engine=engine,
+            num_accepted_tokens=self.num_accepted_tokens, base_s=self._step_profile.base_s,
+            lora_s=self._step_profile.lora_s, compile_s=compile_s, cached_prefixes=blocks.cached_prefixes,
+            engine=engine,
         )  # fmt: skip
 
     def tenants(self) -> dict[str, TenantStats]:

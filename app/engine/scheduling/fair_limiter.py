@@ -1,8 +1,9 @@
 """Bounds that tenants share fairly, for whatever the fair queue does not reach: places, or bytes.
 
-`FairLimiter` admits at once or refuses; `FairSemaphore` lets callers wait for a place. The tenant that uses most is
-refused first: when there is no room, its newest entry gives way to a tenant that uses less, even with the new entry.
-Every operation takes O(log n) amortised. Errors give the limit and the caller's own use, never that of other tenants.
+`FairLimiter` admits at once or refuses, `SharedFairLimiter` does so for several threads; `FairSemaphore` lets callers
+wait for a place. The tenant that uses most is refused first: when there is no room, its newest entry gives way to a
+tenant that uses less, even with the new entry. Every operation takes O(log n) amortised. Errors give the limit and the
+caller's own use, never that of other tenants.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Hashable, Iterator
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -96,6 +99,26 @@ class FairLimiter(Generic[K]):
             "send it again later",
             retry_after_s=self._retry_after_s,
         )
+
+
+class SharedFairLimiter(FairLimiter[K]):
+    """A limiter to which several threads add. Entries leave by `release`, which never waits for those threads."""
+
+    def __init__(self, name: str, max_total: int) -> None:
+        super().__init__(name, max_total)
+        self._lock = threading.Lock()  # between threads that add
+        self._released: deque[K] = deque()  # no entries any more, once the next is added
+
+    def add(self, key: K, tenant_id: str, size: int = 1, *, is_forced: bool = False) -> list[tuple[K, QueueFull]]:
+        """See `FairLimiter.add`. Any thread."""
+        with self._lock:
+            while self._released:
+                self.remove(self._released.popleft())
+            return super().add(key, tenant_id, size, is_forced=is_forced)
+
+    def release(self, *keys: K) -> None:
+        """Make room in the next `add`; no effect if they are not here. Any thread; takes no lock."""
+        self._released.extend(keys)
 
 
 class FairSemaphore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.errors import QueueFull
-from app.engine.scheduling.fair_limiter import FairLimiter, FairSemaphore
+from app.engine.scheduling.fair_limiter import FairLimiter, FairSemaphore, SharedFairLimiter
 from tests.budgets import examples
 
 K = TypeVar("K", bound=Hashable)
@@ -47,6 +48,32 @@ def test_an_entry_above_the_limit_is_refused_and_removing_is_idempotent() -> Non
     limiter.remove("whole")
     limiter.remove("whole")
     assert (limiter.num_used, len(limiter)) == (0, 0)
+
+
+def test_threads_add_what_fits_and_a_release_counts_from_the_next_entry_on() -> None:
+    limiter: SharedFairLimiter[int] = SharedFairLimiter("the limit", 100)
+
+    def add_and_release(first: int) -> int:
+        num_refused = 0
+        for key in range(first, first + 200):
+            try:
+                assert limiter.add(key, "a") == []
+            except QueueFull:
+                num_refused += 1
+            else:
+                limiter.release(key, key)
+        return num_refused
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(add_and_release, range(0, 800, 200))) == 0, "few are here at a time"
+    limiter.release(-1)
+    assert limiter.add(800, "a") == []
+    assert list(limiter.entries_of("a")) == [800]
+    assert limiter.add(801, "a", 99) == []
+    with pytest.raises(QueueFull):
+        limiter.add(802, "a")
+    limiter.release(800)
+    assert limiter.add(802, "a") == []
 
 
 Step = tuple[str, int, bool]
