@@ -201,6 +201,21 @@ def test_no_module_comes_back_to_itself() -> None:
         assert not back, f"{module} imports {back}, which import it again"
 
 
+def class_lines(source: str) -> dict[str, int]:
+    """The number of lines of each class."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in classes}
+
+
+def test_no_class_is_longer_than_300_lines() -> None:
+    """A longer one hides a second idea."""
+    assert class_lines("class One:\n    x = 1\n\n    class Two:\n        y = 2\n") == {"One": 5, "Two": 2}
+    lines = {
+        f"{module}.{name}": n for module, path in MODULES.items() for name, n in class_lines(path.read_text()).items()
+    }
+    assert {name: n for name, n in lines.items() if n > 300} == {}
+
+
 def test_the_walk_sees_what_it_should() -> None:
     assert DEVICES == ("app.engine.cpu", "app.engine.cuda", "app.engine.xla")
     assert "app.engine.pools.block_pool.BlockPool" in imports(MODULES["app.engine.scheduling.scheduler"])
