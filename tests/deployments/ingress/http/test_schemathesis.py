@@ -41,7 +41,7 @@ PER_ROUND = 12
 KNOWN_503 = {row.code for row in TABLE.values() if row.status == 503}
 #: Values that exist of fields and of parameters of paths, so that requests get further than a 404.
 NAMES = {
-    "model": ["base", "sql", "auto"],
+    "model": ["base", "sql", "judge", "auto"],
     "lora_path": ["sql"],
     "lora_name": ["sql", "new"],
     "name": ["sql", "prod", "new"],
@@ -75,11 +75,12 @@ async def existing(service: Service) -> dict[str, list[str]]:
     account, issued = await owner.create_account(project.id, "app", with_key=True, expires_in_s=None, actor="test")
     assert issued is not None
     admin = await owner.create_admin_key("fuzzed", None, actor="test")
-    adapter = fake_adapter("sql", 8)
-    service.fleet.adapters[adapter.card.digest] = adapter
-    service.managed.store.contents["sql"] = adapter.card.digest
-    with suppress(PolyloraError):  # it is there, or is being removed
-        await service.managed.client.load_and_wait(wanted("sql", "sql"))
+    for adapter_name, labels in (("sql", 0), ("judge", 1)):
+        adapter = fake_adapter(adapter_name, 8, labels=labels)
+        service.fleet.adapters[adapter.card.digest] = adapter
+        service.managed.store.contents[adapter_name] = adapter.card.digest
+        with suppress(PolyloraError):  # it is there, or is being removed
+            await service.managed.client.load_and_wait(wanted(adapter_name, adapter_name))
     await service.managed.client.put_alias("prod", {"base": 1.0}, tenant_id=DEFAULT_TENANT, who="test")
     file = await service.storage.begin_file("a", "batch", 2, tenant_id=DEFAULT_TENANT, life_s=3600, max_bytes=1 << 20)
     await service.storage.add_part(file.id, 0, b"{}")
