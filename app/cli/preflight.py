@@ -56,7 +56,9 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
         _check_folder(folder, "Ray's token", way_out)
         return
     try:
-        token.chmod(0o600)  # Ray creates it with the umask of the moment; whoever has it runs code as this user
+        # Ray creates both with the umask of the moment; whoever has the token runs code as this user.
+        folder.chmod(0o700)
+        token.chmod(0o600)
     except OSError as error:
         raise ConfigError(f"{token} cannot be made private ({error.strerror}); {way_out}") from error
 

@@ -51,7 +51,7 @@ def test_what_earlier_versions_left_open_is_closed(settings: AppConfig, tmp_path
     token.write_text("a token")
     token.chmod(0o644)
     check_folders(settings, {})
-    assert [path.stat().st_mode & 0o777 for path in (state, token)] == [0o700, 0o600]
+    assert [path.stat().st_mode & 0o777 for path in (state, token.parent, token)] == [0o700, 0o700, 0o600]
 
 
 def test_a_state_folder_that_anybody_could_fill_is_refused(settings: AppConfig, tmp_path: Path) -> None:
