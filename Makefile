@@ -54,7 +54,7 @@ endif
 
 # SCREENSHOTS=docs/how-to/console takes the documentation's pictures again.
 test-browser: $(VENV)/.installed-test $(BROWSER)/.installed
-	$(WITH_BROWSER) POLYLORA_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest --nightly -o timeout=1800 -o faulthandler_timeout=1860 tests/deployments/ingress/console/test_browser.py $(PYTEST_ARGS)
+	$(WITH_BROWSER) POLYLORA_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest --nightly -o timeout=1800 -o faulthandler_timeout=1860 tests/deployments/ingress/console/test_browser.py tests/e2e/demo/test_console.py $(PYTEST_ARGS)
 
 test-nightly:
 	@$(MAKE) test PYTEST_ARGS="--nightly -o timeout=7200 -o faulthandler_timeout=7260 $(PYTEST_ARGS)"

@@ -236,8 +236,8 @@ class DiskTier:
 
     def _report(self) -> None:
         with self._lock:
-            size_bytes, number = self._cache.total_bytes, len(self._cache)
-        self._counts.set_size("disk", size_bytes, number)
+            size_bytes, number, limit_bytes = self._cache.total_bytes, len(self._cache), self._cache.max_bytes
+        self._counts.set_size("disk", size_bytes, number, limit_bytes)
 
 
 class _Entry(NamedTuple):

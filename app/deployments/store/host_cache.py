@@ -357,7 +357,7 @@ class HostAdapterCache(Generic[T]):
         return _CachedAdapter(located.uri, card, self._handles[card.digest], located.signer, is_new)
 
     def _report(self) -> None:
-        self.counts.set_size("host", self._cache.total_bytes, len(self._cache))
+        self.counts.set_size("host", self._cache.total_bytes, len(self._cache), self._cache.max_bytes)
 
 
 def _error_key(digest: str, uri: str) -> str:

@@ -58,7 +58,7 @@ class TierMetrics(TierCounters):
         self._load_s.observe(seconds, tags={"tier": tier})
         self._loaded_bytes.inc(max(size_bytes, 1), tags={"tier": tier})
 
-    def set_size(self, tier: Tier, size_bytes: int, number: int) -> None:
-        super().set_size(tier, size_bytes, number)
+    def set_size(self, tier: Tier, size_bytes: int, number: int, limit_bytes: int | None = None) -> None:
+        super().set_size(tier, size_bytes, number, limit_bytes)
         self._bytes.set(size_bytes, tier=tier)
         self._number.set(number, tier=tier)

@@ -35,9 +35,13 @@ class TierCounters:
         """An adapter was loaded from this tier to the next faster one; `digest` if known."""
         self._add(tier, loads=1, load_s=seconds, loaded_bytes=size_bytes)
 
-    def set_size(self, tier: Tier, size_bytes: int, number: int) -> None:
+    def set_size(self, tier: Tier, size_bytes: int, number: int, limit_bytes: int | None = None) -> None:
+        """limit_bytes: what the tier may hold, if its size is in bytes."""
+        numbers = {"held_bytes": size_bytes, "held_adapters": number}
+        if limit_bytes is not None:
+            numbers["limit_bytes"] = limit_bytes
         with self._lock:
-            self._counts.setdefault(tier, {}).update(held_bytes=size_bytes, held_adapters=number)
+            self._counts.setdefault(tier, {}).update(numbers)
 
     def of(self, tier: Tier) -> dict[str, float]:
         """A copy of one tier's numbers, without those that never changed."""

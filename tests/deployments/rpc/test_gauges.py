@@ -30,7 +30,7 @@ async def test_gauges_that_follow_changes_are_told_again_and_again(monkeypatch: 
     ingress.adapters("small", 3)
     ingress.adapters("large", 1)
     ingress.adapters("small", 4)
-    tiers.set_size("host", 700, 2)
+    tiers.set_size("host", 700, 2, 1000)
     tiers.set_size("disk", 900, 4)
     repeating = asyncio.create_task(repeat_gauges((*ingress.gauges, *tiers.gauges)))
     async with asyncio.timeout(120):

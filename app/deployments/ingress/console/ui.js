@@ -102,9 +102,10 @@ export const Table = ({ columns, rows, sort, onSort, empty, label, rowKey = row 
 export const Facts = ({ items }) => html`<dl class="facts">${items.filter(Boolean).map(([name, value]) => html`<div>
   <dt>${name}</dt><dd>${value ?? "–"}</dd></div>`)}</dl>`;
 
-export const Meter = ({ label, value, max, text }) => {
+/** `isCache`: it is meant to be full. */
+export const Meter = ({ label, value, max, text, isCache }) => {
   const part = max ? Math.min(1, value / max) : 0;
-  const kind = part > 0.95 ? "bad" : part > 0.8 ? "warn" : "";
+  const kind = isCache ? "" : part > 0.95 ? "bad" : part > 0.8 ? "warn" : "";
   return html`<div class="meter-row"><div class="meter-text"><span>${label}</span><span class="muted">${text}</span></div>
     <div class="meter" role="meter" aria-label=${label} aria-valuemin="0" aria-valuemax=${max || 1}
     aria-valuenow=${Math.min(value, max || 1)} aria-valuetext=${text}><div class=${kind} style=${{ width: `${part * 100}%` }}></div></div></div>`;

@@ -23,10 +23,10 @@ BROWSER_PYTHON = os.environ.get("POLYLORA_BROWSER_PYTHON", "")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 SCRIPT = Path(__file__).parent / "browser_tour.py"
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not (BROWSER_PYTHON and CHROMIUM), reason="set POLYLORA_BROWSER_PYTHON, and install chromium"),
-]
+NEEDS_BROWSER = pytest.mark.skipif(
+    not (BROWSER_PYTHON and CHROMIUM), reason="set POLYLORA_BROWSER_PYTHON, and install chromium"
+)
+pytestmark = [pytest.mark.nightly, NEEDS_BROWSER]
 
 
 @pytest_asyncio.fixture
@@ -53,8 +53,8 @@ async def peft_folder(tmp_path: Path) -> Path:
     return folder
 
 
-async def tour(part: str, url: str, *words: str) -> None:
-    """A part of the tour in its own process. Raises AssertionError with what it printed."""
+async def tour(part: str, url: str, *words: str) -> str:
+    """A part of the tour in its own process; what it printed. Raises AssertionError with it."""
     environ = os.environ | {"CHROMIUM": CHROMIUM}
     process = await asyncio.create_subprocess_exec(
         BROWSER_PYTHON, str(SCRIPT), part, url, *words,
@@ -62,6 +62,7 @@ async def tour(part: str, url: str, *words: str) -> None:
     )  # fmt: skip
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()[-4000:]
+    return output.decode()
 
 
 async def test_every_screen_and_action_without_keys(tmp_path: Path, peft_folder: Path) -> None:

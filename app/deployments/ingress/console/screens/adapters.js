@@ -92,6 +92,8 @@ function Load({ tab: first, files }) {
 }
 function SourceForm({ isHub }) {
   const name = useSignal(""), source = useSignal(""), description = useSignal(""), lazy = useSignal(false), error = useSignal(null), busy = useSignal(false);
+  const isOpen = useRef(true);
+  useEffect(() => () => { isOpen.current = false; }, []);
   const place = () => isHub && source.value ? `hf://${source.value.replace(/^hf:\/\//, "")}` : source.value;
   const body = () => ({ name: name.value || guess(source.value), path: place(), ...(description.value ? { description: description.value } : {}), ...(lazy.value ? { lazy: true } : {}) });
   const submit = async event => {
@@ -100,6 +102,7 @@ function SourceForm({ isHub }) {
     try {
       await api("POST", "/v1/loras", { body: body() });
       say(lazy.value ? "Registered; the first request reads it" : "Loading has begun");
+      if (!isOpen.current) return; // closed meanwhile: stay where the user went
       closeDialog();
       go(["adapters", body().name]);
     } catch (problem) { error.value = problem; } finally { busy.value = false; }

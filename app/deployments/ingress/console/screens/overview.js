@@ -107,12 +107,13 @@ const Memory = ({ now }) => {
   const hits = host.hits ?? 0, asked = hits + (host.misses ?? 0);
   return html`<${Card} title="Memory by tier">
     <${Meter} label="Device: KV blocks" value=${used} max=${blocks} text=${blocks ? `${number(used)} of ${number(blocks)}` : "no data"} />
-    <${Meter} label="Device: rank rows" value=${rows - free} max=${rows} text=${rows ? `${number(rows - free)} of ${number(rows)}` : "no data"} />
-    <${Meter} label="Host memory" value=${host.held_bytes ?? 0} max=${host.limit_bytes ?? host.held_bytes ?? 0} text=${`${bytes(host.held_bytes ?? 0)} · ${number(host.held_adapters ?? 0)} adapters`} />
-    <${Meter} label="Disk" value=${disk.held_bytes ?? 0} max=${disk.limit_bytes ?? disk.held_bytes ?? 0} text=${`${bytes(disk.held_bytes ?? 0)} · ${number(disk.held_adapters ?? 0)} adapters`} />
+    <${Meter} label="Device: rank rows" isCache value=${rows - free} max=${rows} text=${rows ? `${number(rows - free)} of ${number(rows)}` : "no data"} />
+    ${[["Host memory", host], ["Disk", disk]].map(([label, tier]) => html`<${Meter} label=${label} isCache value=${tier.held_bytes ?? 0} max=${tier.limit_bytes ?? 0} text=${held(tier)} />`)}
     ${asked > 0 && html`<p class="muted">Reads found in host memory: ${percent(hits / asked)}</p>`}
   </${Card}>`;
 };
+
+const held = ({ held_bytes = 0, limit_bytes, held_adapters = 0 }) => `${number(held_adapters)} adapters, ${bytes(held_bytes)}${limit_bytes ? ` of ${bytes(limit_bytes)}` : ""}`;
 
 /** The page about an event's name, and its detail in words. */
 export const pageOf = event => event.event.includes("alias") ? link(["aliases"]) : link(["adapters", event.name]);
