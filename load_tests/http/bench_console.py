@@ -105,7 +105,7 @@ class Bench:
         return took_s
 
     async def _answer(self, session: aiohttp.ClientSession, traceparent: str) -> None:
-        """As many requests as a round has, `num_streams` at a time."""
+        """Send the requests of a round, `num_streams` at a time."""
         prompts = iter([words(16, self._rng) for _ in range(self._num_requests)])
 
         async def stream() -> None:
