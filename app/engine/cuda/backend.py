@@ -226,7 +226,7 @@ class CudaBackend:
             max_rank=max_rank,
             block_tokens=block_tokens,
         )
-        extras = ExtraRows(runs, batch.sample_rows, self._modules, self._decoder.products.linear) if runs else None
+        extras = ExtraRows(runs, batch.sample_rows, self._modules, self._decoder.multiply) if runs else None
         hidden = self._decoder.hidden_states(step, extras)
         sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
         logits = torch.empty(len(sampled), self.spec.vocab_size, device=self._device)

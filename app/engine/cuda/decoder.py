@@ -17,7 +17,7 @@ from torch import Tensor
 
 from app.engine.cuda.adapters import AdapterTables
 from app.engine.cuda.extra_weights import ExtraRows
-from app.engine.cuda.kernels import BaseProducts, Kernels
+from app.engine.cuda.kernels import Kernels
 from app.engine.cuda.step import Step
 from app.engine.cuda.weights import LayerWeights, Weights
 from app.engine.models.linear_modules import LATENT_KEYS, LATENT_VALUES
@@ -58,7 +58,6 @@ class CudaDecoder:
         self._kernels = kernels
         self._max_seq_len = max_seq_len
         self._batch_invariant = batch_invariant
-        self.products = BaseProducts(kernels, batch_invariant=batch_invariant)
         self._rank_rows = [tables.rows(layer) for layer in range(len(spec.layers))]
         self._expert_rows = [tables.expert_rows(layer) for layer in range(len(spec.layers))]
 
@@ -91,9 +90,17 @@ class CudaDecoder:
         if extras is not None:
             for first, end, weight in extras.final_norms():
                 self._kernels.rms_norm(hidden[first:end], weight, self._spec.norm_eps, normed[first:end])
-        self.products.float32_linear(normed, self._weights.head, out)
+        self._float32_linear(normed, self._weights.head, out)
         if extras is not None:
             extras.change_logits(normed, out)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, d_in] @ weight.T + bias, for weights [d_out, d_in] of the base model or of an adapter."""
+        if not self._batch_invariant:
+            return torch.nn.functional.linear(x, weight, bias)
+        out = x.new_empty(len(x), len(weight))
+        self._kernels.fixed_linear(x, weight, out, bias)
+        return out
 
     def _add_experts(
         self,
@@ -281,8 +288,14 @@ class CudaDecoder:
     ) -> None:
         """hidden += x @ weight.T + bias, with the deltas: sums start from the residual."""
         weights = self._weights.layers[layer]
+        weight, bias = weights.modules[module], weights.biases.get(module)
         saved = extras.save_rows(layer, module, hidden) if extras is not None else []
-        self.products.add_linear(x, weights.modules[module], weights.biases.get(module), hidden)
+        if self._batch_invariant:
+            self._kernels.fixed_linear(x, weight, hidden, bias, accumulate=True)
+        else:
+            hidden.addmm_(x, weight.T)
+            if bias is not None:
+                hidden += bias
         self._apply_adapters(layer, module, x, hidden, step, extras)
         if extras is not None:
             extras.restore_rows(saved, hidden)
@@ -311,6 +324,15 @@ class CudaDecoder:
     def _linear(self, layer: int, module: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
         """x @ weight.T + bias, with the step's LoRA deltas and extra weights."""
         weights = self._weights.layers[layer]
-        y = self.products.linear(x, weights.modules[module], weights.biases.get(module))
+        y = self.multiply(x, weights.modules[module], weights.biases.get(module))
         self._apply_adapters(layer, module, x, y, step, extras)
         return y
+
+    def _float32_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Like `multiply`, but into float32 whatever x and weight are: logits are not rounded."""
+        if self._batch_invariant:
+            self._kernels.fixed_linear(x, weight, out)
+        elif x.is_cuda and x.dtype != torch.float32:
+            torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x.float(), weight.T.float(), out=out)

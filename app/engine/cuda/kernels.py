@@ -1,4 +1,4 @@
-"""What the GPU decoder calls: the table of kernels (Triton's, and torch's for sampling and DoRA), and base products."""
+"""The table of kernels that the GPU decoder calls: Triton's, and torch's for sampling and DoRA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from app.kernels.activation import triton as activation
 from app.kernels.bgmv import triton as bgmv
@@ -47,8 +46,8 @@ class Kernels:
     combine: Callable[..., None]
     rotate_latents: Callable[..., None]
     latent_attention: Callable[..., None]
-    dora_scale: Callable[..., Tensor]
-    exp: Callable[[Tensor], Tensor]
+    dora_scale: Callable[..., torch.Tensor]
+    exp: Callable[[torch.Tensor], torch.Tensor]
 
 
 TRITON = Kernels(
@@ -73,40 +72,3 @@ TRITON = Kernels(
     dora_scale=dora_scale,
     exp=torch.exp,
 )
-
-
-class BaseProducts:
-    """Products of x [T, d_in] with weights [d_out, d_in] of the base model, or of one adapter.
-
-    In batch-invariant mode they have fixed tiles; otherwise the library (cuBLAS) chooses tiles by the batch.
-    """
-
-    def __init__(self, kernels: Kernels, *, batch_invariant: bool) -> None:
-        self._fixed_linear = kernels.fixed_linear
-        self._batch_invariant = batch_invariant
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias."""
-        if not self._batch_invariant:
-            return torch.nn.functional.linear(x, weight, bias)
-        out = x.new_empty(len(x), len(weight))
-        self._fixed_linear(x, weight, out, bias)
-        return out
-
-    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """y += x @ weight.T + bias: sums start from y."""
-        if self._batch_invariant:
-            self._fixed_linear(x, weight, y, bias, accumulate=True)
-        else:
-            y.addmm_(x, weight.T)
-            if bias is not None:
-                y += bias
-
-    def float32_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """out = x @ weight.T in float32 whatever x and weight are: logits are not rounded."""
-        if self._batch_invariant:
-            self._fixed_linear(x, weight, out)
-        elif x.is_cuda and x.dtype != torch.float32:
-            torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(x.float(), weight.T.float(), out=out)
