@@ -40,26 +40,6 @@ OUTGROWN_FACTOR = 2
 MISSED_REPORTS = 2.5
 
 
-class _RequestPeaks:
-    """The recent maximum of each replicated adapter's requests.
-
-    It decays with time, so that load that comes and goes keeps its replicas.
-    """
-
-    def __init__(self) -> None:
-        self._peaks: dict[str, float] = {}
-        self._updated_s = 0.0
-
-    def __getitem__(self, digest: str) -> float:
-        return self._peaks[digest]
-
-    def update(self, num_active: Mapping[str, int], now_s: float) -> None:
-        """Add the present requests of all replicated adapters; the others are forgotten."""
-        decay = math.exp((self._updated_s - now_s) / TRAFFIC_S)
-        self._updated_s = now_s
-        self._peaks = {digest: max(num, decay * self._peaks.get(digest, 0.0)) for digest, num in num_active.items()}
-
-
 class PlacementState:
     """The placement actor's state. Changes accumulate for `take_changes`; times are the caller's, in seconds."""
 
@@ -75,7 +55,8 @@ class PlacementState:
         self._replicas: dict[str, ReportedReplica] = {}
         self._used: dict[str, None] = {}  # assigned adapters, least recently used first
         self._replicated: set[str] = set()  # adapters with several replicas
-        self._peaks = _RequestPeaks()
+        self._peaks: dict[str, float] = {}  # their recent maximum of requests
+        self._rebalanced_s = 0.0
         self._changed_s: dict[str, float] = {}  # adapters whose assigned dwell, and since when
         self._overloaded_s: dict[str, float] = {}  # overloaded replicas, and since when
         self._excluded_s: dict[str, float] = {}  # replicas removed as unreachable, and when
@@ -295,13 +276,18 @@ class PlacementState:
     def _num_active(self, digest: str) -> int:
         """Requests for an adapter on the replicas assigned to it."""
         assigned = self.view.assigned_replicas(digest)
-        return sum(
-            self._replicas[replica_id].active.get(digest, 0) for replica_id in assigned if replica_id in self._replicas
-        )
+        return sum(self._replicas[each].active.get(digest, 0) for each in assigned if each in self._replicas)
 
     def _scale_in(self, now_s: float) -> None:
-        """Take away half of an adapter's replicas where the rest can carry its recent maximum."""
-        self._peaks.update({digest: self._num_active(digest) for digest in self._replicated}, now_s)
+        """Take away half of an adapter's replicas where the rest can carry its recent maximum.
+
+        The maximum decays with time, so that load that comes and goes keeps its replicas.
+        """
+        decay = math.exp((self._rebalanced_s - now_s) / TRAFFIC_S)
+        self._rebalanced_s = now_s
+        self._peaks = {
+            digest: max(self._num_active(digest), decay * self._peaks.get(digest, 0.0)) for digest in self._replicated
+        }
         for digest in sorted(self._replicated.difference(self._changed_s)):
             assigned = self.view.assigned_replicas(digest)
             if len(assigned) > self._num_desired(digest):
