@@ -107,19 +107,15 @@ def hottest_entries(rows: Sequence[RowMapping], limit: int) -> list[CatalogEntry
 
     They are sorted by (rank by recency) / (traffic weight), so weight 0 comes last.
     """
-    places = {digest: place for place, digest in enumerate(dict.fromkeys(row["digest"] for row in rows))}
+    first: dict[str, RowMapping] = {}
     weights: dict[str, float] = {}
     for row in rows:
+        first.setdefault(row["digest"], row)
         weights[row["digest"]] = max(weights.get(row["digest"], 0.0), row["traffic_weight"])
-    rows = sorted(rows, key=lambda row: _quotient(places[row["digest"]] + 1, weights[row["digest"]]))
-    entries: dict[str, CatalogEntry] = {}
-    for row in rows:
-        entries.setdefault(row["digest"], entry_of(row))
-    return list(entries.values())[:limit]
-
-
-def _quotient(number: float, weight: float) -> float:
-    return number / weight if weight > 0 else math.inf
+    places = {
+        digest: place / weights[digest] if weights[digest] > 0 else math.inf for place, digest in enumerate(first, 1)
+    }
+    return [entry_of(first[digest]) for digest in sorted(first, key=places.__getitem__)[:limit]]
 
 
 def _insert_or_update(connection: Connection) -> Executable:

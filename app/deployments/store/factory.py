@@ -97,7 +97,8 @@ class OpenStore(Generic[H]):
             _resolver_settings(config.adapters, config.model.name),
         )
         lazy_registrations = LazyRegistrations(self._registry, self._registry_service, FailureBackoff())
-        self._preloader = Preloader(self._registry, self._registry_service, adapters.preload, _roots(adapters))
+        self._preloader = Preloader(self._registry, self._registry_service)
+        self._preloader.configure(adapters.preload, _roots(adapters))
         self._reconfiguring = asyncio.Lock()
         self.parts = StoreParts(
             self._registry,

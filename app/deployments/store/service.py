@@ -90,11 +90,9 @@ class StoreService(Generic[H]):
 
     def __init__(self, parts: StoreParts[H], on_call: Callable[[], None]) -> None:
         self._parts = parts
-        self._registry, self._registry_service, self._host_cache = (
-            parts.registry,
-            parts.registry_service,
-            parts.host_cache,
-        )
+        self._registry = parts.registry
+        self._registry_service = parts.registry_service
+        self._host_cache = parts.host_cache
         self.on_call = on_call
         self._num_waiting = 0
         self._prefetching = Tasks()

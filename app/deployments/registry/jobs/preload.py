@@ -84,17 +84,11 @@ class Preloader:
     One event loop. `roots`: the present roots of local adapters.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        registry_service: RegistryService,
-        preloaded: Sequence[PreloadedAdapter] = (),
-        roots: Sequence[Path] = (),
-    ) -> None:
+    def __init__(self, registry: Registry, registry_service: RegistryService) -> None:
         self._registry, self._registry_service = registry, registry_service
         self._task: asyncio.Task[None] | None = None
         self._started: tuple[Sequence[PreloadedAdapter], Sequence[Path]] = ((), ())  # what the task preloads
-        self.configure(preloaded, roots)
+        self.configure((), ())
 
     def configure(self, preloaded: Sequence[PreloadedAdapter], roots: Sequence[Path]) -> None:
         """The next `preload` loads these."""
@@ -106,64 +100,48 @@ class Preloader:
         has_failed = self._task is not None and self._task.done() and self._task.exception() is not None
         if wanted != self._started or self._task is None or has_failed:
             self._started = wanted
-            work = preload(
-                self._registry, self._registry_service, self._preloaded, tenant_id=DEFAULT_TENANT, roots=self._roots
-            )
-            self._task = asyncio.create_task(work)
+            self._task = asyncio.create_task(self._load_new(*wanted))
         await asyncio.shield(self._task)
 
+    async def _load_new(self, preloaded: Sequence[PreloadedAdapter], roots: Sequence[Path]) -> None:
+        """Returns when all new adapters are served. Raises what makes a load fail; the other loads continue."""
+        preloads_table = Preloads(self._registry.database)
 
-async def preload(
-    registry: Registry,
-    registry_service: RegistryService,
-    preloaded: Sequence[PreloadedAdapter],
-    *,
-    tenant_id: str,
-    roots: Sequence[Path] = (),
-) -> None:
-    """Returns when all new adapters are served. Raises what makes a load fail; the other loads continue.
+        def find_changes() -> PreloadChanges:
+            changes = preloads_table.changes(preloaded, tenant_id=DEFAULT_TENANT)
+            to_load = [item for item in preloaded if item in changes.to_load or _has_moved(self._registry, item, roots)]
+            return changes._replace(to_load=to_load)
 
-    `roots`: the present roots of local adapters.
-    """
-    preloads_table = Preloads(registry.database)
+        async def serve(item: PreloadedAdapter) -> None:
+            present = await asyncio.to_thread(_entry_of, self._registry, item)
+            if item in to_load:  # a moved adapter keeps its description
+                description = item.description if present is None else present.description
+                request = LoadRequest(DEFAULT_TENANT, item.name, item.path, "config", description=description)
+                _, present = await self._registry_service.load_and_wait(request)
+            if item in redescribed and present is not None:
+                with suppress(NotFound):  # unloaded meanwhile
+                    await self._registry_service.configure(
+                        item.name, tenant_id=DEFAULT_TENANT, who="config", description=item.description
+                    )
+            await asyncio.to_thread(preloads_table.done, item, tenant_id=DEFAULT_TENANT)
 
-    def find_changes() -> PreloadChanges:
-        changes = preloads_table.changes(preloaded, tenant_id=tenant_id)
-        to_load = [
-            item for item in preloaded if item in changes.to_load or _has_moved(registry, item, tenant_id, roots)
-        ]
-        return changes._replace(to_load=to_load)
-
-    async def serve(item: PreloadedAdapter) -> None:
-        present = await asyncio.to_thread(_entry_of, registry, item, tenant_id)
-        if item in to_load:  # a moved adapter keeps its description
-            description = item.description if present is None else present.description
-            request = LoadRequest(tenant_id, item.name, item.path, "config", description=description)
-            _, present = await registry_service.load_and_wait(request)
-        if item in redescribed and present is not None:
-            with suppress(NotFound):  # unloaded meanwhile
-                await registry_service.configure(
-                    item.name, tenant_id=tenant_id, who="config", description=item.description
-                )
-        await asyncio.to_thread(preloads_table.done, item, tenant_id=tenant_id)
-
-    to_load, redescribed = await asyncio.to_thread(find_changes)
-    await asyncio.gather(*(serve(item) for item in preloaded if item in to_load or item in redescribed))
+        to_load, redescribed = await asyncio.to_thread(find_changes)
+        await asyncio.gather(*(serve(item) for item in preloaded if item in to_load or item in redescribed))
 
 
-def _has_moved(registry: Registry, item: PreloadedAdapter, tenant_id: str, roots: Sequence[Path]) -> bool:
+def _has_moved(registry: Registry, item: PreloadedAdapter, roots: Sequence[Path]) -> bool:
     """Whether the adapter is still the configuration's, and its folder exists under the present roots but not where it
     was: a checkout was moved, or a root is mounted elsewhere.
     """
-    entry = _entry_of(registry, item, tenant_id)
+    entry = _entry_of(registry, item)
     if entry is None or "://" in item.path:
         return False
     return _is_there(item.path, roots) and not _is_there(entry.ref.uri, roots)
 
 
-def _entry_of(registry: Registry, item: PreloadedAdapter, tenant_id: str) -> CatalogEntry | None:
+def _entry_of(registry: Registry, item: PreloadedAdapter) -> CatalogEntry | None:
     """The name's entry if it still comes from the configuration."""
-    entry = registry.catalog.get(item.name, tenant_id=tenant_id)
+    entry = registry.catalog.get(item.name, tenant_id=DEFAULT_TENANT)
     return entry if entry is not None and entry.source == item.path else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest_asyncio
 
 from app.config import PreloadedAdapter
-from app.deployments.registry.jobs.preload import preload
+from app.deployments.registry.jobs.preload import Preloader
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.registry.registry import Registry
 from app.engine.errors import NotFound
@@ -32,9 +32,9 @@ class Service:
         """What was read for it. `about`: what the configuration says of each."""
         before = len(self.managed.store.loads)
         wanted = [PreloadedAdapter(name=name, path=path, description=about) for name, path in names.items()]
-        await preload(
-            self.managed.registry, self.managed.registry_service, wanted, tenant_id=DEFAULT_TENANT, roots=roots
-        )
+        preloader = Preloader(self.managed.registry, self.managed.registry_service)
+        preloader.configure(wanted, roots)
+        await preloader.preload()
         return self.managed.store.loads[before:]
 
     def description(self, name: str) -> str:
