@@ -87,7 +87,7 @@ def test_the_least_temperature_draws_the_most_likely_token() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40, 1.5, "x", None])
-@pytest.mark.parametrize("name", ["token_ids", "resume_token_ids"])
+@pytest.mark.parametrize("name", ["token_ids", "resume_token_ids", "prediction_ids"])
 def test_token_ids_outside_the_vocabulary_are_named(name: str, bad: Any) -> None:
     request = replace(fake_request("r", [1, 2]), **{name: (1, bad)})
     with pytest.raises(InvalidRequest) as caught:

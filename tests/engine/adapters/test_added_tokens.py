@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.api import LLM, Generation
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, VllmConfig, XlaConfig
-from app.engine.errors import AdapterMismatch, InvalidRequest
+from app.engine.errors import AdapterFormatError, AdapterMismatch, InvalidRequest
 from app.engine.factory import served_features
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import SamplingParams
@@ -286,6 +286,32 @@ def test_tokens_beyond_the_bases_are_computed_in_int8(tmp_path: Path, base: tupl
         for found, adapter, sampling in ((own, folder, drawn), (other, None, GREEDY), (third, folder, GREEDY)):
             (alone,) = llm.generate("[28]a[29]", adapter, sampling)
             assert (alone.token_ids, alone.logprobs) == (found.token_ids, found.logprobs)
+
+
+def test_capped_logits_of_new_tokens_are_pefts(tmp_path: Path) -> None:
+    """Gemma 2 caps logits: c * tanh(l / c), those of new tokens, too."""
+    model = tiny_model("gemma2 small caps", vocab_size=NUM_ROWS)
+    path = save(model, tmp_path / "base")
+    fast().save_pretrained(path)
+    folder = trained(model, tmp_path / "it", *new_tokens(290), num_rows=290)
+    with LLM(path, CONFIG) as llm:
+        answers = llm.generate(LONG, folder, GREEDY)
+        for text, answer in zip(LONG, answers, strict=True):
+            check(model, folder, text, answer)
+    named = {token_id for answer in answers for item in answer.logprobs for token_id, _ in item.top}
+    assert max(named) >= NUM_ROWS
+
+
+def test_an_activated_adapter_with_a_resized_vocabulary_is_refused(
+    tmp_path: Path, base: tuple[Any, Path], llm: LLM
+) -> None:
+    """The base computes the prompt before its invocation, and has no row for a new token there."""
+    kind = {"alora_invocation_tokens": [5, 6], "target_modules": ["q_proj"]}
+    llm.load_adapter(trained(base[0], tmp_path / "activated", **kind))
+    for num_rows in (290, 270):
+        folder = trained(base[0], tmp_path / str(num_rows), *new_tokens(num_rows)[:20], num_rows=num_rows, **kind)
+        with pytest.raises(AdapterFormatError, match="activated LoRA with .* a resized vocabulary is not served"):
+            llm.load_adapter(folder)
 
 
 @pytest.mark.parametrize(

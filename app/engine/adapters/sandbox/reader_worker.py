@@ -123,6 +123,7 @@ def serve(control: socket.socket) -> None:
     """Fork once per message until the server hangs up."""
     load_lazy_modules()
     importlib.import_module("numpy.random")  # for combinations; NumPy would load it at first use
+    importlib.import_module("numpy.ma")  # for the set functions, such as np.setdiff1d: the same
     for kind in (ReaderTask, CombineTask):
         from_plain(kind)  # cached for every fork
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: the readers' exit status is not collected

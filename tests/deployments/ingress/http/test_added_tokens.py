@@ -121,6 +121,9 @@ async def test_ids_beyond_the_bases_are_the_adapters_alone(writer: httpx.AsyncCl
     choice = (await sent(writer, "/v1/completions", body | {"echo": True} | drawing(FAR, FAR)))["choices"][0]
     assert choice["text"].endswith("<far>" * 3)
     assert choice["logprobs"]["tokens"].count("<far>") == 3
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    foretold = {"prediction": {"type": "content", "content": "a<far>"}}
+    await sent(writer, "/v1/chat/completions", chat | foretold | {"model": "grown"})
     for model, field, value in (
         ("grown", "prompt", [125]),
         ("grown", "logit_bias", {"125": 1}),

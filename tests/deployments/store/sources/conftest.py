@@ -69,16 +69,23 @@ def validator() -> Iterator[Validator]:
 @pytest.fixture
 def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
     tiers: list[DiskTier] = []
+    validators: list[Validator] = []
 
-    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterReader:
+    def open_one(
+        *fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False, features: frozenset[str] = frozenset()
+    ) -> AdapterReader:
         counts = TierCounters()
+        reader = validator
+        if features:
+            reader = Validator(supported_features=features)
+            validators.append(reader)
         tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts, RecordedEvents()))
         sources = Sources([tmp_path], fetchers)
-        return AdapterReader(sources, tiers[-1], validator, SPEC, counts, RecordedEvents(), signatures=signatures)
+        return AdapterReader(sources, tiers[-1], reader, SPEC, counts, RecordedEvents(), signatures=signatures)
 
     yield open_one
-    for tier in tiers:
-        tier.close()
+    for opened in (*tiers, *validators):
+        opened.close()
 
 
 @pytest.fixture

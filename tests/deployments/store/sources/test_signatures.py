@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -14,14 +15,17 @@ from app.config import load_config
 from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.urls import UrlFetcher
+from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.peft import read_raw_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.signing.signing import public_key, sign, signature_path
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterUntrusted, ConfigError
 from tests.deployments.store.sources.conftest import SPEC, OpenLibrary, Store, new_adapter
 from tests.deployments.store.sources.servers import FileServer, HubServer
+from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, write_peft
 from tests.engine.checkpoints import save, tiny_model
 
 
@@ -116,6 +120,26 @@ def test_signatures_travel_with_every_source(
         located = library.from_source(source)
         assert (located.packed.card.digest, located.signer) == (card.digest, public_key(key)), source
     assert library.from_source(f"{server.url}/b").signer is None
+
+
+async def test_a_resized_vocabulary_is_signed_with_its_weights(
+    tmp_path: Path, open_library: OpenLibrary, key: Ed25519PrivateKey
+) -> None:
+    """Its size is in the adapter's text, of which signatures cover nothing else."""
+    num_rows = SPEC.vocab_size + 2
+    tensors = peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))
+    embeddings = np.random.default_rng(1).standard_normal((num_rows, SPEC.hidden_size), np.float32)
+    tensors["base_model.model.model.embed_tokens.weight"] = embeddings
+    folder = write_peft(tmp_path / "grown", peft_config(2, ["q_proj"]), tensors)
+    digest = read_adapter(folder, SPEC, supported_features=FEATURES).card.digest
+    signature_path(folder).write_text(sign(digest, key))
+    library = open_library(signatures=True, features=FEATURES)
+    located = library.from_source("grown")
+    assert (located.packed.card.digest, located.signer) == (digest, public_key(key))
+    assert located.packed.card.vocab_size == num_rows
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    with pytest.raises(AdapterUntrusted, match="chat template"):
+        library.from_source("grown")
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
