@@ -62,7 +62,8 @@ def test_ray_and_the_service_accept_its_applications(serve_config: dict[str, Any
 
 def test_every_pod_has_the_switches_and_the_secrets(service: dict[str, Any]) -> None:
     switches = {name: value for name, value, _ in RAY_SWITCHES + HA_PROXY_SWITCHES}
-    switches["RAY_SERVE_HAPROXY_BINARY_PATH"] = HA_PROXY_SCRIPT
+    (environment,) = re.findall(r"RUN python3 -m venv (\S+)", (PATH.parents[1] / "Dockerfile").read_text())
+    switches["RAY_SERVE_HAPROXY_BINARY_PATH"] = f"{environment}/bin/{HA_PROXY_SCRIPT}"  # Ray takes a whole path only
     for pod in pods(service):
         (container,) = pod["containers"]
         entries = {entry["name"]: entry for entry in container["env"]}
