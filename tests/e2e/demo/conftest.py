@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,20 @@ from tests.e2e.process import ServiceProcess
 
 
 @pytest.fixture(scope="package")
-def demo() -> Iterator[ServiceProcess]:
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, empty at first, from which the service loads adapters beside the demo's."""
+    return tmp_path_factory.mktemp("loras")
+
+
+@pytest.fixture(scope="package")
+def demo(loras: Path) -> Iterator[ServiceProcess]:
     """The service as a new user starts it: the demo base and the demo adapters."""
     port = free_port()
     command = [sys.executable, "-c", "import sys; from app.cli.main import main; sys.exit(main())"]
-    process = ServiceProcess([*command, "serve", "--config", "configs/serve.yaml", "--port", str(port)], port, {})
+    environment = {"LORA_PATH": str(loras)}
+    process = ServiceProcess(
+        [*command, "serve", "--config", "configs/serve.yaml", "--port", str(port)], port, environment
+    )
     try:
         process.wait_until_healthy(600)
         yield process
