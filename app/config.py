@@ -150,7 +150,9 @@ class AdaptersConfig(_Settings):
     negative_cache_ttl_s: float = Field(
         default=30.0, gt=0, description="Seconds until a name that was not found is looked up again."
     )
-    source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter, in seconds.")
+    source_timeout_s: float = Field(
+        default=300.0, gt=0, description="Longest download of one adapter, or wait for a local file system, in seconds."
+    )
     max_adapter_bytes: int = Field(
         default=8 << 30, ge=1 << 10, description="Largest weights file that is accepted, in bytes."
     )

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -50,6 +52,21 @@ class LogOnce:
         if self._logged:
             self._logged.clear()
             logger.info("%s: recovered", self._what)
+
+
+def call_in_daemon_thread(work: Callable[[], T]) -> Future[T]:
+    """The result of a call that may hang, in a thread of its own that does not keep the process from ending."""
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()  # whoever gives it up cannot cancel it
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # raised by the caller if it still waits
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="may-hang", daemon=True).start()
+    return answer
 
 
 def backoff_s(first_s: float, max_s: float, factor: float = 2.0) -> Iterator[float]:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,14 +18,16 @@ from app.config import AdaptersConfig
 from app.deployments.registry.models import DEFAULT_TENANT, State
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.disk_tier import DiskTier
-from app.deployments.store.sources.fetch_timeout import FetchTimeout
+from app.deployments.store.sources.fetch_timeout import FetchTimeout, FolderTimeout
 from app.deployments.store.sources.hub import HubFetcher, OwnToken, no_token
 from app.deployments.store.sources.oci.credentials import docker_config_path
 from app.deployments.store.sources.oci.fetcher import OciFetcher
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.source_resolution import (
+    LOCAL_LANE,
     Fetcher,
     LocalSource,
+    RemoteSource,
     Reserve,
     Sources,
     adapter_path,
@@ -73,10 +76,11 @@ class AdapterReader:
         signatures: bool = False,
         base_copies: BaseWeightDedup | None = None,
         texts: AdapterTokenizerCache | None = None,
+        source_timeout_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`signatures`: whether `from_source` checks signatures. `base_copies` and `texts` drop what equals the base
-        model's.
+        model's. `source_timeout_s`: how long a local folder's file system may take.
         """
         self._clock = clock
         self._sources = sources
@@ -88,6 +92,7 @@ class AdapterReader:
         self._base_copies = base_copies
         self._texts = texts
         self._events = events
+        self._folders = FolderTimeout(source_timeout_s)
 
     def pin(self, digests: Collection[str]) -> None:
         """Pin exactly these on disk."""
@@ -109,31 +114,27 @@ class AdapterReader:
         """End downloads from this source with SourceError: no caller waits for them."""
         self._sources.abandon(source)
 
-    def version(self, source: str) -> str:
+    def version(self, source: str, tenant_id: str = DEFAULT_TENANT) -> str:
         """A text that changes when a local source is overwritten; empty for other sources. One read serves all callers
         with one version.
 
-        Raises UnsafeSource, NotFound.
+        Raises UnsafeSource, NotFound, and SourceError if its file system hangs.
         """
-        found = self._sources.locate(source)
-        return str(files_identity(found.path)) if isinstance(found, LocalSource) else ""
+        found = self._locate(source, tenant_id)
+        if not isinstance(found, LocalSource):
+            return ""
+        return str(self._folders.call(source, tenant_id, partial(files_identity, found.path)))
 
     def from_source(self, source: str, tenant_id: str = DEFAULT_TENANT) -> LocatedAdapter:
         """Read for a tenant: with its rights, in its share of staging space.
 
         Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit).
         """
-        found = self._sources.locate(source)
-        started_s = self._clock()
+        found = self._locate(source, tenant_id)
         if isinstance(found, LocalSource):
-            before = files_identity(found.path)
-            self._events.on_progress(source, State.VALIDATING)
-            packed = self._read(found.path)
-            self._events.on_progress(source, State.ON_DISK)
-            if files_identity(found.path) != before:
-                raise AdapterReadFailed(f"{found.uri} changed while it was read; register it again once it is complete")
-            self.counts.record_load("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
-            return LocatedAdapter(found.uri, packed, self._signer(found.path, packed))
+            read_s = self._validator.reader_limits.seconds(self._validator.limits.max_weight_bytes)
+            return self._folders.call(source, tenant_id, partial(self._from_folder, source, found), read_s)
+        started_s = self._clock()
         with self._disk.staging(tenant_id) as folder:
             uri = found.fetch(folder, tenant_id)
             path = clean_download(folder)
@@ -174,6 +175,21 @@ class AdapterReader:
     def combine(self, combination: Combination, parts: Sequence[PackedAdapter]) -> PackedAdapter:
         """See `Validator.combine`."""
         return self._validator.combine(combination, parts, self._spec)
+
+    def _locate(self, source: str, tenant_id: str) -> LocalSource | RemoteSource:
+        locate = partial(self._sources.locate, source)
+        return self._folders.call(source, tenant_id, locate) if self.lane(source) == LOCAL_LANE else locate()
+
+    def _from_folder(self, source: str, found: LocalSource) -> LocatedAdapter:
+        started_s = self._clock()
+        before = files_identity(found.path)
+        self._events.on_progress(source, State.VALIDATING)
+        packed = self._read(found.path)
+        self._events.on_progress(source, State.ON_DISK)
+        if files_identity(found.path) != before:
+            raise AdapterReadFailed(f"{found.uri} changed while it was read; register it again once it is complete")
+        self.counts.record_load("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
+        return LocatedAdapter(found.uri, packed, self._signer(found.path, packed))
 
     def _signer(self, path: Path, packed: PackedAdapter) -> str | None:
         return signer_of(path, packed.card.digest) if self._signatures else None
@@ -232,6 +248,7 @@ def open_adapter_reader(
         signatures=config.signing.trust.is_enabled,
         base_copies=BaseWeightDedup(checkpoint, supported_features),
         texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source), spec),
+        source_timeout_s=config.source_timeout_s,
     )
 
 

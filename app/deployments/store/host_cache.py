@@ -16,6 +16,7 @@ import contextvars
 import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
@@ -301,7 +302,7 @@ class HostAdapterCache(Generic[T]):
             )
         requested_s = self._clock()
         lane = self._reader.lane(source)
-        version = await self._readers.run(lane, lambda: self._reader.version(source), tenant_id)
+        version = await self._readers.locate(lane, partial(self._reader.version, source, tenant_id), tenant_id)
         key = f"source:{version}:{tenant_id}:{source}"
         while not version and key in self._pending and self._read_began_s.get(key, math.inf) <= requested_s:
             await asyncio.wait([self._pending[key]])

@@ -14,6 +14,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.store.sources.source_resolution import LOCAL_LANE
 from app.engine.scheduling.fair_limiter import FairSemaphore
 
 R = TypeVar("R")
@@ -25,13 +26,16 @@ MAX_READERS_PER_HOST = 16
 MAX_READERS = 128
 #: Reads that wait for one lane, host, or thread; the newest of the tenant with most of them gives way.
 MAX_WAITING_READS = 20_000
+#: Looks at local folders at a time, of all tenants and of one: many, for a network file system may hang, and a look
+#: needs no processor.
+MAX_LOCATING, MAX_LOCATING_PER_TENANT = 128, 16
 #: Combinations that one tenant has made at a time.
 MAX_COMBINING_PER_TENANT = 1
 #: A read that no caller has asked for during this time is abandoned.
 ABANDON_S = 20.0
 _CHECK_INTERVAL_S = 1.0
 #: Lanes without a network have threads of their own, so that hanging sources cannot delay them.
-_LOCAL_LANES = ("local", "disk", "put", "combine")
+_LOCAL_LANES = (LOCAL_LANE, "disk", "put", "combine")
 
 
 class ReaderPool:
@@ -39,10 +43,13 @@ class ReaderPool:
 
     def __init__(self) -> None:
         self._remote = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
-        self._local = ThreadPoolExecutor(len(_LOCAL_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
+        self._local = ThreadPoolExecutor(
+            len(_LOCAL_LANES) * MAX_READERS_PER_LANE + MAX_LOCATING, thread_name_prefix="adapter-reader"
+        )
         self._lanes: WeakValueDictionary[str, FairSemaphore] = WeakValueDictionary()
         self._hosts: WeakValueDictionary[str, FairSemaphore] = WeakValueDictionary()
         self._all = _semaphore(MAX_READERS)
+        self._locating = _semaphore(MAX_LOCATING, MAX_LOCATING_PER_TENANT)
 
     async def run(self, lane: str, work: Callable[[], R], tenant_id: str, host: str = "") -> R:
         """Run blocking work in a thread, with a limit per lane and per host. Raises QueueFull if too many reads
@@ -55,6 +62,13 @@ class ReaderPool:
                 return await asyncio.get_running_loop().run_in_executor(self._local, work)
             async with self._all.hold(tenant_id):
                 return await asyncio.get_running_loop().run_in_executor(self._remote, work)
+
+    async def locate(self, lane: str, work: Callable[[], R], tenant_id: str) -> R:
+        """`run` for what only looks at a source: a local folder that hangs holds none of the places of reads."""
+        if lane != LOCAL_LANE:
+            return await self.run(lane, work, tenant_id)
+        async with self._locating.hold(tenant_id):
+            return await asyncio.get_running_loop().run_in_executor(self._local, work)
 
     def close(self) -> None:
         for threads in (self._remote, self._local):

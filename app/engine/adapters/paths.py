@@ -38,16 +38,18 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
     if ".." in requested.parts:
         raise UnsafeSource(f"{short(path_or_name)} contains '..'; name a folder under the server's adapter roots")
 
-    real_roots = [_real(root) for root in roots]
-    for root, real_root in zip(roots, real_roots, strict=True):
-        if real_root is None or (requested.is_absolute() and not _is_under(requested, (root.absolute(), real_root))):
+    # A root's file system may hang, and those of the others not: look at no more roots than needed.
+    is_inside = not requested.is_absolute()
+    for root in sorted(roots, key=lambda root: not _is_under(requested, (root.absolute(),))):
+        real_root = _real(root)
+        is_here = not requested.is_absolute() or _is_under(requested, (root.absolute(), real_root or root))
+        is_inside = is_inside or is_here
+        if real_root is None or not is_here:
             continue
         found = _existing(real_root, _below(requested, root, real_root), path_or_name)
         if found is not None:
             return found
-    if requested.is_absolute() and not any(
-        _is_under(requested, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
-    ):
+    if not is_inside:
         raise UnsafeSource(f"{short(path_or_name)} is outside the server's adapter roots; {_WAY_OUT}")
     may_be_hubs = _REPOSITORY.fullmatch(path_or_name) and not any(
         os.path.lexists(root / requested.parts[0]) for root in roots

@@ -48,7 +48,7 @@ class Sources:
     def close(self) -> None:
         self.num_closed += 1
 
-    def version(self, source: str) -> str:
+    def version(self, source: str, tenant_id: str) -> str:  # noqa: ARG002
         self.num_asked += 1
         return self.versions.get(source, "")
 

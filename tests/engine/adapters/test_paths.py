@@ -41,6 +41,20 @@ def test_names_and_absolute_paths_under_a_root_are_found(tmp_path: Path, roots: 
         assert resolve_adapter_path(asked, roots) == found
 
 
+def test_a_root_that_hangs_leaves_the_paths_of_others(
+    tmp_path: Path, roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, lstat = tmp_path / "hanging", os.lstat
+
+    def hang(path: str | Path) -> os.stat_result:
+        assert not str(path).startswith(str(hanging)), "it hangs"
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", hang)
+    assert resolve_adapter_path(str(tmp_path / "one" / "sql"), [hanging, *roots]) == tmp_path / "one" / "sql"
+    assert resolve_adapter_path("sql", [*roots, hanging]) == tmp_path / "one" / "sql"
+
+
 @pytest.mark.parametrize("target", ["../sql", "../two_projects/b/secret", "nowhere", "stolen"])
 def test_a_link_below_a_root_is_refused_wherever_it_points(tmp_path: Path, roots: list[Path], target: str) -> None:
     """A folder of a project is a boundary: a link from it into another project's folder is not followed."""

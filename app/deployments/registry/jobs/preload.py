@@ -24,10 +24,14 @@ from app.deployments.registry.db.tables import adapters, name_condition, preload
 from app.deployments.registry.models import DEFAULT_TENANT, CatalogEntry, LoadRequest
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
+from app.deployments.rpc.background_tasks import call_in_daemon_thread
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.errors import NotFound, UnsafeSource
 
 logger = logging.getLogger(__name__)
+
+#: How long the file systems of preloaded adapters may take to say where these are.
+MAX_LOOK_S = 20.0
 
 
 class PreloadChanges(NamedTuple):
@@ -107,11 +111,6 @@ class Preloader:
         """Returns when all new adapters are served. Raises what makes a load fail; the other loads continue."""
         preloads_table = Preloads(self._registry.database)
 
-        def find_changes() -> PreloadChanges:
-            changes = preloads_table.changes(preloaded, tenant_id=DEFAULT_TENANT)
-            to_load = [item for item in preloaded if item in changes.to_load or _has_moved(self._registry, item, roots)]
-            return changes._replace(to_load=to_load)
-
         async def serve(item: PreloadedAdapter) -> None:
             present = await asyncio.to_thread(_entry_of, self._registry, item)
             if item in to_load:  # a moved adapter keeps its description
@@ -125,8 +124,25 @@ class Preloader:
                     )
             await asyncio.to_thread(preloads_table.done, item, tenant_id=DEFAULT_TENANT)
 
-        to_load, redescribed = await asyncio.to_thread(find_changes)
+        to_load, redescribed = await asyncio.to_thread(preloads_table.changes, preloaded, tenant_id=DEFAULT_TENANT)
+        to_load += await _find_moved(self._registry, [item for item in preloaded if item not in to_load], roots)
         await asyncio.gather(*(serve(item) for item in preloaded if item in to_load or item in redescribed))
+
+
+async def _find_moved(
+    registry: Registry, items: Sequence[PreloadedAdapter], roots: Sequence[Path]
+) -> list[PreloadedAdapter]:
+    """The adapters that have moved; none if a file system hangs: a registered adapter needs no source to start."""
+    looks = call_in_daemon_thread(lambda: [item for item in items if _has_moved(registry, item, roots)])
+    try:
+        async with asyncio.timeout(MAX_LOOK_S):
+            return await asyncio.wrap_future(looks)
+    except TimeoutError:
+        logger.warning(
+            "the file system of preloaded adapters does not answer within %g s; they are taken to be where they were",
+            MAX_LOOK_S,
+        )
+        return []
 
 
 def _has_moved(registry: Registry, item: PreloadedAdapter, roots: Sequence[Path]) -> bool:

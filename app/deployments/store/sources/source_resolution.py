@@ -37,6 +37,8 @@ OCI_URI = re.compile(
 )
 _UPLOAD = re.compile(UPLOADED + r"(?P<digest>[0-9a-f]{64})", re.ASCII)
 _PEFT_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
+#: The lane of all local folders.
+LOCAL_LANE = "local"
 
 
 class Fetcher(Protocol):
@@ -101,7 +103,7 @@ class Sources:
 
     def lane(self, source: str) -> str:
         """Sources of one lane may be slow together: `lane_of` a URI, or all local folders."""
-        return "local" if self.is_local(source) or source.startswith(UPLOADED) else lane_of(source)
+        return LOCAL_LANE if self.is_local(source) or source.startswith(UPLOADED) else lane_of(source)
 
     def host(self, source: str) -> str:
         """Sources of one host may hang together: a host or bucket, or the hub with all its organisations."""

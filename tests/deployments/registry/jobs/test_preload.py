@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from app.config import PreloadedAdapter
+from app.deployments.registry.jobs import preload as preload_module
 from app.deployments.registry.jobs.preload import Preloader
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.deployments.registry.registry import Registry
@@ -107,6 +111,25 @@ async def test_a_folder_that_moved_with_its_root_is_read_where_it_is_now(service
     assert await service.preload(roots=[tmp_path / "elsewhere"], sql="v1", other="v1") == [], "it is not there either"
     assert await service.preload(roots=[tmp_path], sql="v1", other="v1") == ["v1"], "the other is an operator's now"
     assert service.meaning("sql") == (1, "d1")
+
+
+async def test_what_is_registered_starts_while_its_file_system_hangs(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await service.preload(sql="v1")
+    returns, ended = threading.Event(), threading.Event()
+
+    def hang(path: str, roots: Sequence[Path]) -> Path:
+        assert returns.wait(600)
+        ended.set()
+        raise NotFound(f"{path} is not under {roots}")
+
+    monkeypatch.setattr(preload_module, "resolve_adapter_path", hang)
+    monkeypatch.setattr(preload_module, "MAX_LOOK_S", 0.05)
+    assert await service.preload(roots=[tmp_path], sql="v1", new="v2") == ["v2"]
+    assert "does not answer within 0.05 s" in caplog.text
+    returns.set()
+    assert await asyncio.to_thread(ended.wait, 60)
 
 
 async def test_a_configuration_describes_what_it_has_loaded(service: Service) -> None:

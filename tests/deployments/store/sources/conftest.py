@@ -72,7 +72,11 @@ def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
     validators: list[Validator] = []
 
     def open_one(
-        *fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False, features: frozenset[str] = frozenset()
+        *fetchers: Fetcher,
+        max_bytes: int = 1 << 20,
+        signatures: bool = False,
+        features: frozenset[str] = frozenset(),
+        source_timeout_s: float = 300.0,
     ) -> AdapterReader:
         counts = TierCounters()
         reader = validator
@@ -81,7 +85,16 @@ def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
             validators.append(reader)
         tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts, RecordedEvents()))
         sources = Sources([tmp_path], fetchers)
-        return AdapterReader(sources, tiers[-1], reader, SPEC, counts, RecordedEvents(), signatures=signatures)
+        return AdapterReader(
+            sources,
+            tiers[-1],
+            reader,
+            SPEC,
+            counts,
+            RecordedEvents(),
+            signatures=signatures,
+            source_timeout_s=source_timeout_s,
+        )
 
     yield open_one
     for opened in (*tiers, *validators):

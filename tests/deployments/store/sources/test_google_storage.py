@@ -165,6 +165,6 @@ def test_a_source_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, mo
     place = patient.locate("models://a/z")
     assert place.fetch(tmp_path) == "models://a/z"  # type: ignore[union-attr]
     for thread in threading.enumerate():
-        if thread.name == "adapter-source":
+        if thread.name == "may-hang":
             thread.join(600)
-    assert not +sources._fetchers[0]._hanging  # type: ignore[attr-defined]
+    assert not +sources._fetchers[0]._hanging_calls._hanging  # type: ignore[attr-defined]

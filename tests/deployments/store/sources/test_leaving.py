@@ -118,7 +118,7 @@ def test_what_is_fetched_too_late_is_removed(tmp_path: Path, why: str) -> None:
             fetching.result()
     late.gate.set()
     assert late.has_ended.wait(60)
-    until(lambda: not fetcher._hanging["x://host"])
+    until(lambda: not fetcher._hanging_calls._hanging["x://host"])
     assert list(tier._staging.iterdir()) == []
     assert fetcher._unwanted == {}
     tier.close()
