@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -43,6 +44,7 @@ def start_log(config: LogsConfig, process: str) -> Path:
     Each process of the service calls it first, so it also sets the process's umask: in a cluster that `ray start`
     started, Ray's umask would be inherited.
     If the folder cannot be written, this is reported on stderr, which is in Ray's own logs then, and nothing is logged.
+    A line that cannot be written later is lost; the first one is reported, too.
     """
     os.umask(UMASK)
     path = Path(config.folder) / FILE
@@ -63,6 +65,30 @@ def start_log(config: LogsConfig, process: str) -> Path:
 
 
 class _LogFile(WatchedFileHandler):
+    """A disk that takes no line costs this line and nothing else; the first one that is lost is reported on stderr."""
+
+    _error: OSError | None = None  # of the last line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before, self._error = self._error, None
+        try:
+            super().emit(record)
+        except OSError:  # a moved or removed file is opened again before the line is written
+            self.handleError(record)
+        if self._error is not None and before is None:
+            print(f"polylora: cannot write the log {self.baseFilename}: {self._error.strerror}", file=sys.stderr)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._error = error
+        stream, self.stream = self.stream, None  # with what it did not write; the next line opens the file again
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
+
     def format(self, record: logging.LogRecord) -> str:
         return without_keys(super().format(record))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,3 +129,36 @@ def test_a_key_that_somebody_put_somewhere_is_not_written(tmp_path: Path, kind: 
     lines = written(tmp_path, kind, LogEvent("request", path=f"/v1/models/{key}", model=key[:40]), f"no {key}")
     assert not [line for line in lines if key[12:30] in line]
     assert all("sk-poly-..." in line for line in lines)
+
+
+def logged_through(error: str, text: str) -> None:
+    """The code that logs goes on, and stderr says so once."""
+    assert text.count("cannot write the log") == 1
+    assert error in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is full")
+def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    start_log(LogsConfig(folder=str(tmp_path)), "store")
+    for _ in range(3):
+        logging.getLogger("app.x").info("lost")
+    logged_through("No space left on device", capsys.readouterr().err)
+    (tmp_path / FILE).unlink()
+    logging.getLogger("app.x").info("there is room")
+    assert [line.rpartition(" ")[2] for line in (tmp_path / FILE).read_text().splitlines()] == ["room"]
+
+
+def test_a_folder_that_is_gone_costs_the_log_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs"
+    for _ in range(2):
+        start_log(LogsConfig(folder=str(folder)), "store")
+        shutil.rmtree(folder)
+        for _ in range(3):
+            logging.getLogger("app.x").info("lost")
+        logged_through("No such file or directory", capsys.readouterr().err)
+        folder.mkdir()
+        logging.getLogger("app.x").info("it is back")
+        assert "it is back" in (folder / FILE).read_text()
