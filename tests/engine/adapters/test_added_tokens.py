@@ -310,7 +310,7 @@ def test_an_activated_adapter_with_a_resized_vocabulary_is_refused(
     llm.load_adapter(trained(base[0], tmp_path / "activated", **kind))
     for num_rows in (290, 270):
         folder = trained(base[0], tmp_path / str(num_rows), *new_tokens(num_rows)[:20], num_rows=num_rows, **kind)
-        with pytest.raises(AdapterFormatError, match="activated LoRA with .* a resized vocabulary is not served"):
+        with pytest.raises(AdapterFormatError, match=r"activated LoRA with .* a resized vocabulary is not served"):
             llm.load_adapter(folder)
 
 
