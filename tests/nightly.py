@@ -1,8 +1,8 @@
 """Which tests run by night, in which third of the nights, and until when.
 
 `make test` leaves out what is marked `nightly`. `make test-nightly` (`--nightly`) runs just that, and the property and
-fuzz tests twenty times as long. `.ci/run` runs a third of them, another each day: `--nightly --share I/3 --stop-after
-35`, which begins nothing that would end after 35 minutes.
+fuzz tests twenty times as long. `.ci/run` runs a third of them (`--share I/3`), another each
+day, and begins none that would end after its time is up (`--stop-after MINUTES`).
 """
 
 from __future__ import annotations
