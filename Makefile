@@ -1,5 +1,5 @@
 # make serve       install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
-# make test        the tests of every commit, in parallel: ten minutes on two cores   PYTEST_ARGS= WORKERS=
+# make test        the tests of every commit, in parallel: twenty minutes on two cores   PYTEST_ARGS= WORKERS=
 # make test-nightly   the tests that `make test` omits, and property and fuzz tests twenty times as long: hours
 # make test-browser   the console in Chromium (apt install chromium fonts-inter npm): minutes
 # make test-vllm   the tests of engine.vllm with vLLM's CPU build, in an environment of 3 GB of its own: an hour
