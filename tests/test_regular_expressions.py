@@ -89,8 +89,8 @@ LOCAL = (
 )
 
 
-def sample(items: Any) -> str:
-    """A text that a parsed pattern takes, about as short as possible."""
+def sample(items: Any, wild: str = "a") -> str:
+    """A text that a parsed pattern takes, about as short as possible. `wild`: what its dots take."""
     text = ""
     for kind, value in items:
         if kind is _constants.LITERAL:
@@ -100,13 +100,13 @@ def sample(items: Any) -> str:
         elif kind is _constants.IN:
             text += one_of(value)
         elif kind is _constants.ANY:
-            text += "a"
+            text += wild
         elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-            text += sample(value[2]) * max(value[0], 1)
+            text += sample(value[2], wild) * max(value[0], 1)
         elif kind is _constants.SUBPATTERN:
-            text += sample(value[3])
+            text += sample(value[3], wild)
         elif kind is _constants.BRANCH:
-            text += sample(value[1][0])
+            text += sample(value[1][0], wild)
     return text
 
 
@@ -133,18 +133,18 @@ def one_of(members: Any) -> str:
     return next(char for char in [*source, *starts, *alphabet] if is_member(char))
 
 
-def repetitions(items: Any, before: str = "") -> Iterator[tuple[str, str]]:
+def repetitions(items: Any, before: str = "", wild: str = "a") -> Iterator[tuple[str, str]]:
     """(a text that leads to a repetition, what it repeats) for every unbounded repetition of a parsed pattern."""
     for index, (kind, value) in enumerate(items):
-        lead = before + sample(items[:index])
+        lead = before + sample(items[:index], wild)
         if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-            yield lead, sample(value[2])
-            yield from repetitions(value[2], lead)
+            yield lead, sample(value[2], wild)
+            yield from repetitions(value[2], lead, wild)
         elif kind is _constants.SUBPATTERN:
-            yield from repetitions(value[3], lead)
+            yield from repetitions(value[3], lead, wild)
         elif kind is _constants.BRANCH:
             for branch in value[1]:
-                yield from repetitions(branch, lead)
+                yield from repetitions(branch, lead, wild)
 
 
 def attacks(pattern: re.Pattern[Any]) -> set[tuple[str, str]]:
@@ -152,6 +152,8 @@ def attacks(pattern: re.Pattern[Any]) -> set[tuple[str, str]]:
     source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
     parsed = list(_parser.parse(source, pattern.flags))
     found = {(lead, unit) for lead, unit in repetitions(parsed) if unit}
+    for first in sorted({lead[0] for lead, _ in found if lead}):  # dots may take what begins a match
+        found |= {(lead, unit) for lead, unit in repetitions(parsed, wild=first) if unit}
     leads = {lead for lead, _ in found} | {""}
     units = {unit for _, unit in found} | leads - {""} | {"\n", " ", "a", "0", ".", sample(parsed) or "a"}
     return {(lead, unit) for lead in leads for unit in units}
@@ -189,7 +191,14 @@ def test_it_is_linear(use: Use) -> None:
         assert found < LARGEST_RATIO, f"{use.place} {use.method} {use.pattern.pattern!r}: {lead!r} + {unit!r} * n"
 
 
-@pytest.mark.parametrize(("pattern", "method"), [(r"(?m)^\s*[?!]?\w+[^\n:\"/]*:", "findall"), (r"(?:a|b)*c", "search")])
+@pytest.mark.parametrize(
+    ("pattern", "method"),
+    [
+        (r"(?m)^\s*[?!]?\w+[^\n:\"/]*:", "findall"),
+        (r"(?:a|b)*c", "search"),
+        (r'"(?:\\.|[^"\\])*"', "sub"),
+    ],
+)
 def test_one_that_backtracks_is_found(pattern: str, method: str) -> None:
     """The check itself: these are quadratic."""
     use = Use("", re.compile(pattern), method)

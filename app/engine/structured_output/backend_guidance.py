@@ -41,8 +41,9 @@ _NUM_OWN = 8
 _MAX_TRIES, _MAX_TOTAL_TRIES, _MAX_TRIED_CHARS = 100, 400, 2 << 20
 #: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
 _DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
-#: What may have a < in a Lark grammar: a text, a regular expression, a comment, or (matched last) a token's name.
-_LARK_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|<[^\s<>]+>')
+#: What may have a < in a Lark grammar: a text, a regular expression, a comment, or (matched last) a token's name. What
+#: has no end matches, too: otherwise the search would begin again at each of its quotes.
+_LARK_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])+/?|(?://|#)[^\n]*|<[^\s<>]+>')
 #: Parts of a schema that are left out at most, before it is reported as invalid.
 _MAX_REMOVED = 20
 #: Keywords that are wrong, not unknown, if a grammar is invalid because of them.
