@@ -106,7 +106,7 @@ def _decoder(
     config = EngineConfig(
         cpu=CpuConfig(num_threads=settings.num_threads, compute=compute),
         lora_pool_rows=2 * sum(max(adapter.card.max_rank, 8) for adapter in adapters),
-        max_loras=max(len(adapters), 1),
+        max_loras=len(adapters) + 1,  # the base model has one
         max_num_seqs=most,
         num_kv_blocks=-(-settings.num_prompt_tokens // 16) + 2 + most * (-(-length // 16) + 1),
         max_model_len=max(settings.num_prompt_tokens + 3, length),
