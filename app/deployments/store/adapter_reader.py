@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from app.config import AdaptersConfig
 from app.deployments.registry.models import DEFAULT_TENANT, State
@@ -27,7 +27,6 @@ from app.deployments.store.sources.source_resolution import (
     LOCAL_LANE,
     Fetcher,
     LocalSource,
-    RemoteSource,
     Reserve,
     Sources,
     adapter_path,
@@ -51,6 +50,8 @@ from app.engine.models.spec import ModelSpec
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 class LocatedAdapter(NamedTuple):
@@ -120,17 +121,14 @@ class AdapterReader:
 
         Raises UnsafeSource, NotFound, and SourceError if its file system hangs.
         """
-        found = self._locate(source, tenant_id)
-        if not isinstance(found, LocalSource):
-            return ""
-        return str(self._folders.call(source, tenant_id, partial(files_identity, found.path)))
+        return self._look(source, tenant_id, partial(self._version, source))
 
     def from_source(self, source: str, tenant_id: str = DEFAULT_TENANT) -> LocatedAdapter:
         """Read for a tenant: with its rights, in its share of staging space.
 
         Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit).
         """
-        found = self._locate(source, tenant_id)
+        found = self._look(source, tenant_id, partial(self._sources.locate, source))
         if isinstance(found, LocalSource):
             read_s = self._validator.reader_limits.seconds(self._validator.limits.max_weight_bytes)
             return self._folders.call(source, tenant_id, partial(self._from_folder, source, found), read_s)
@@ -176,9 +174,13 @@ class AdapterReader:
         """See `Validator.combine`."""
         return self._validator.combine(combination, parts, self._spec)
 
-    def _locate(self, source: str, tenant_id: str) -> LocalSource | RemoteSource:
-        locate = partial(self._sources.locate, source)
-        return self._folders.call(source, tenant_id, locate) if self.lane(source) == LOCAL_LANE else locate()
+    def _look(self, source: str, tenant_id: str, look: Callable[[], R]) -> R:
+        """Look at a source, with the time limit of local folders if it is one."""
+        return self._folders.call(source, tenant_id, look) if self.lane(source) == LOCAL_LANE else look()
+
+    def _version(self, source: str) -> str:
+        found = self._sources.locate(source)
+        return str(files_identity(found.path)) if isinstance(found, LocalSource) else ""
 
     def _from_folder(self, source: str, found: LocalSource) -> LocatedAdapter:
         started_s = self._clock()
