@@ -34,6 +34,14 @@ def has_vllm() -> bool:
     return bool(os.environ.get(VLLM_PYTHON))
 
 
+def mark_folder(items: Iterable[pytest.Item], conftest: str, *marks: pytest.MarkDecorator) -> None:
+    """Mark all tests of the folder whose conftest.py this is, and of those below it."""
+    for item in items:
+        if Path(conftest).parent in item.path.parents:
+            for mark in marks:
+                item.add_marker(mark)
+
+
 def is_nightly(item: pytest.Item) -> bool:
     return item.get_closest_marker("nightly") is not None
 

@@ -25,6 +25,7 @@ from load_tests.process_tree import processes
 from load_tests.service import ROOT, end_session, free_port, own_environment
 from tests.e2e.process import tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
+from tests.nightly import mark_folder
 from tests.postgres import PostgresServer, find_postgres
 from tests.redis_server import RedisServer, find_redis
 
@@ -37,10 +38,7 @@ INGRESS_TIMEOUT_S = 120.0
 @pytest.hookimpl(tryfirst=True)  # before nightly tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Nightly: by day tests/e2e/service has two ingresses and replicas, one of which is killed, on one node."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.nightly)
+    mark_folder(items, __file__, pytest.mark.e2e, pytest.mark.nightly)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from app.engine.models.download.model_download import (
     resolve_model,
 )
 from tests.e2e.image.build import Image, build
+from tests.nightly import mark_folder
 
 #: Programs of this machine that build and run it, and their Debian packages.
 PROGRAMS = {"mmdebstrap": "mmdebstrap", "unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
@@ -24,11 +25,7 @@ PROGRAMS = {"mmdebstrap": "mmdebstrap", "unshare": "util-linux", "nsenter": "uti
 
 @pytest.hookimpl(tryfirst=True)  # before nightly tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.nightly)
-            item.add_marker(pytest.mark.timeout(3600))
+    mark_folder(items, __file__, pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(3600))
 
 
 @pytest.fixture(scope="package")

@@ -23,14 +23,13 @@ from app.cli.ray_env import RAY_SWITCHES
 from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
+from tests.nightly import mark_folder
 
 RANKS = {"r1": 1, "r8": 8, "r16": 16, "r64": 64}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
+    mark_folder(items, __file__, pytest.mark.e2e)
 
 
 @dataclass

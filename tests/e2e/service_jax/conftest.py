@@ -6,7 +6,6 @@ Its processes have no folder for sockets, as if each were on a machine of its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,15 +13,13 @@ import yaml
 from app.deployments.rpc.uds_transport import FOLDER_VARIABLE
 from load_tests.service import ROOT
 from tests.e2e.service.conftest import Service, running_service
+from tests.nightly import mark_folder
 
 
 @pytest.hookimpl(tryfirst=True)  # before nightly tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Nightly: by day tests/engine/xla has the engine, and tests/e2e/service the service on another one."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.nightly)
+    mark_folder(items, __file__, pytest.mark.e2e, pytest.mark.nightly)
 
 
 @pytest.fixture(scope="package")

@@ -21,6 +21,7 @@ from app.deployments.tenancy.auth.key_crypto import new_key
 from load_tests.service import free_port
 from tests.e2e.process import polylora_serve
 from tests.e2e.service.conftest import ENGINES, Service, service_document
+from tests.nightly import mark_folder
 from tests.postgres import PostgresServer, find_postgres
 
 KEY = new_key(is_admin=True).value
@@ -32,9 +33,7 @@ RAY_TOKEN = secrets.token_hex(32)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
+    mark_folder(items, __file__, pytest.mark.e2e)
 
 
 @dataclass(kw_only=True)
