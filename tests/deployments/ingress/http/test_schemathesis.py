@@ -184,5 +184,5 @@ async def test_no_request_of_many_gets_a_5xx(writing: Service) -> None:
     statuses = await check(writing, MANY)
     assert {status for _, status in statuses} & {401, 429} == set(), "requests that are not let in show nothing"
     answered = {route for route, status in statuses if status == 200}
-    missing = {f"POST {path}" for path in INFERENCE_PATHS} - answered
-    assert len(missing) <= 3, f"no drawn request got further than its fields on {missing}"  # chance may miss a few
+    # Of the eight fields for the two texts one pair must be drawn alone, which takes chance too long.
+    assert answered | {"POST /v1/score"} >= {f"POST {path}" for path in INFERENCE_PATHS}
