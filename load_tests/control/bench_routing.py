@@ -61,6 +61,8 @@ BASE = "base"
 class BaseInProcess:
     """The base as `BaseEmbedder` uses it, without a service around it."""
 
+    has_price = False
+
     def __init__(self, uri: str) -> None:
         self.name = BASE
         self._llm = LLM(uri, EngineConfig(lora_pool_rows=0))
@@ -72,7 +74,7 @@ class BaseInProcess:
         unit: Floats = centred / np.linalg.norm(centred, axis=1, keepdims=True)
         return unit
 
-    def num_tokens(self, text: str) -> int:  # noqa: ARG002
+    async def num_tokens(self, texts: Sequence[str]) -> int:  # noqa: ARG002
         """See `TextEmbedder.num_tokens`; usage is not counted here."""
         return 0
 
@@ -116,7 +118,7 @@ class Free(RequestAccounting):
     def owner(self, tenant_id: str) -> Principal:
         return Principal(tenant_id, "bench")
 
-    async def charge_tokens(self, caller: Principal, num_tokens: int) -> None: ...
+    async def charge_tokens(self, caller: Principal, num_tokens: int, *, has_price: bool) -> None: ...
 
 
 async def ask(

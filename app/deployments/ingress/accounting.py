@@ -142,13 +142,12 @@ class RequestAccounting:
             self.usage_recorder.record_request(requests[0])
         return reservation
 
-    async def admit_routing(self, caller: Principal, num_tokens: int) -> ReservedQuota:
-        """Reserve one request and the tokens of choosing its adapter. Raises LimitError."""
+    async def admit_routing(self, caller: Principal, num_tokens: int, *, has_price: bool) -> ReservedQuota:
+        """Reserve one request and the tokens of choosing its adapter, with the base model's price or none. Raises
+        LimitError."""
         reservation = Reservation({}, is_settled=True)
         if caller.tenant.limits != NO_LIMITS:
-            base_name = self._pricing.base_name
-            need = Cost((base_name,), num_tokens, self._pricing.prices.at_most((base_name,), num_tokens, 0))
-            costs = request_costs(caller.tenant, base_name, [need])
+            costs = self._embedding_costs(caller.tenant, num_tokens, has_price=has_price)
             reservation = await self.limiter.reserve(caller.tenant, costs, caller.reservation)
         return ReservedQuota(*reservation.split(("tokens", "spend")))
 
@@ -176,11 +175,10 @@ class RequestAccounting:
         """A tenant with its present limits and permissions, also the default one; None if it is unknown."""
         return PUBLIC if tenant_id == DEFAULT_TENANT else self.view.tenant(tenant_id)
 
-    async def charge_tokens(self, caller: Principal, num_tokens: int) -> None:
-        """Count computed tokens that belong to no request. Raises LimitError."""
-        base_name = self._pricing.base_name
-        cost = Cost((base_name,), num_tokens, self._pricing.prices.at_most((base_name,), num_tokens, 0))
-        costs = request_costs(caller.tenant, base_name, [cost])
+    async def charge_tokens(self, caller: Principal, num_tokens: int, *, has_price: bool) -> None:
+        """Count tokens of embedded texts that belong to no request, with the base model's price or none. Raises
+        LimitError."""
+        costs = self._embedding_costs(caller.tenant, num_tokens, has_price=has_price)
         taken = {key: amount for key, amount in costs.items() if key.kind in ("tokens", "spend")}
         self.limiter.settle(await self.limiter.reserve(caller.tenant, taken), {})
 
@@ -247,6 +245,11 @@ class RequestAccounting:
         """The costs of a request without tokens."""
         costs = request_costs(tenant, self._pricing.base_name, [Cost(models, 0, 0)])
         return {key: amount for key, amount in costs.items() if amount}
+
+    def _embedding_costs(self, tenant: Tenant, num_tokens: int, *, has_price: bool) -> dict[LimitKey, int]:
+        models = (self._pricing.base_name,)
+        price = self._pricing.prices.at_most(models, num_tokens, 0) if has_price else 0
+        return request_costs(tenant, models[0], [Cost(models, num_tokens, price)])
 
     def _need(self, request: GenerateRequest) -> Cost:
         models, num_prompt = self._models(request), len(request.token_ids)

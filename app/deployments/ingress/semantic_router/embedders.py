@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.registry.models import DEFAULT_TENANT
 from app.engine.errors import EngineFailure
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from app.engine.api import LLM
 
 Floats = NDArray[np.float32]
 
@@ -54,6 +58,8 @@ NEUTRAL = (
 class BaseEmbedder:
     """The base model on the service's own replicas, pooled over all tokens. `clock` returns Unix time."""
 
+    has_price = True
+
     def __init__(
         self, name: str, tokenizer: TokenizerService, dispatcher: Dispatcher, wait_s: float, clock: Callable[[], float]
     ) -> None:
@@ -74,9 +80,9 @@ class BaseEmbedder:
         unit: Floats = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
         return unit
 
-    def num_tokens(self, text: str) -> int:
+    async def num_tokens(self, texts: Sequence[str]) -> int:
         """See `TextEmbedder.num_tokens`."""
-        return len(self._token_ids(text))
+        return sum(len(self._token_ids(text)) for text in texts)
 
     def _token_ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text[:MAX_CHARS]))[: self._tokenizer.max_model_len]
@@ -112,22 +118,32 @@ class BaseEmbedder:
 class EncoderEmbedder:
     """A small encoder in this process, loaded at its first use; one thread computes."""
 
+    has_price = False
+
     def __init__(self, uri: str) -> None:
         self.name = uri
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="router")
-        self._embed: Callable[[list[str]], list[Floats]] | None = None
+        self._llm: LLM | None = None
 
     async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:  # noqa: ARG002
-        """See `TextEmbedder.embed`; no tenant is charged."""
-        shortened = [text[:MAX_CHARS] for text in texts]
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, shortened)
+        """See `TextEmbedder.embed`; the caller's tokens are counted by `num_tokens` alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, texts)
 
-    def num_tokens(self, text: str) -> int:  # noqa: ARG002
+    async def num_tokens(self, texts: Sequence[str]) -> int:
         """See `TextEmbedder.num_tokens`."""
-        return 0
+        token_ids = await asyncio.get_running_loop().run_in_executor(self._thread, self._token_ids, texts)
+        return sum(map(len, token_ids))
 
-    def _compute(self, texts: list[str]) -> Floats:
-        if self._embed is None:
+    def _compute(self, texts: Sequence[str]) -> Floats:
+        return np.stack(self._encoder().embed(self._token_ids(texts)))
+
+    def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        llm = self._encoder()
+        most = min(llm.spec.max_positions, MAX_TOKENS)
+        return [llm.tokenizer.encode(text[:MAX_CHARS])[:most] for text in texts]
+
+    def _encoder(self) -> LLM:
+        if self._llm is None:
             from app.engine.api import LLM  # imports an engine, which most services do not have in this process
             from app.engine.config import EngineConfig
             from app.engine.models.checkpoint import load_checkpoint
@@ -141,6 +157,5 @@ class EncoderEmbedder:
                 "max_model_len": most,
                 "max_num_batched_tokens": most,
             }
-            llm = LLM(path, EngineConfig.model_validate(sizes))
-            self._embed = lambda some: llm.embed([llm.tokenizer.encode(text)[:most] for text in some])
-        return np.stack(self._embed(texts))
+            self._llm = LLM(path, EngineConfig.model_validate(sizes))
+        return self._llm

@@ -7,10 +7,10 @@ not change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Sequence, Set
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ from app.deployments.tenancy.quota.limits import LimitError
 from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.errors import NotReady
 
+_T = TypeVar("_T")
+
 
 class TextEmbedder(Protocol):
     """Embeds texts for the router."""
@@ -42,8 +44,13 @@ class TextEmbedder(Protocol):
         """Unit vectors [N, H]. `caller` is charged; None: the service's own work. Raises the engine's errors."""
         ...
 
-    def num_tokens(self, text: str) -> int:
-        """The tokens that a tenant is charged for one text."""
+    @property
+    def has_price(self) -> bool:
+        """Whether a token costs what one of the base model's does. Limits on tokens apply in any case."""
+        ...
+
+    async def num_tokens(self, texts: Sequence[str]) -> int:
+        """The number of tokens that embedding them computes."""
         ...
 
 
@@ -83,7 +90,7 @@ class SemanticRouter:
         chosen: list[ScoredAdapter] = []
         if num_candidates:
             await self._ready(visible, caller.tenant_id)
-            vector = (await self._embedder.embed([text], caller))[0]
+            vector = (await self._in_time(self._embedder.embed([text], caller)))[0]
             chosen = self._candidates.nearest(vector, visible, partial(self._is_accessible, caller), threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
@@ -92,9 +99,16 @@ class SemanticRouter:
         entries = [self._registry.adapter(one.name, one.owner_id) for one in decision.chosen]
         return any(entry is not None and entry.has_score_head for entry in entries)
 
-    def num_tokens(self, text: str, caller: Principal) -> int:
-        """The tokens that a decision costs the caller; 0 without candidates, because nothing is computed."""
-        return self._embedder.num_tokens(text) if self._num_usable(_visible(caller), caller.tenant) else 0
+    async def num_tokens(self, text: str, caller: Principal) -> int:
+        """The tokens that a decision computes for the caller: none without candidates. Raises NotReady."""
+        if not self._num_usable(_visible(caller), caller.tenant):
+            return 0
+        return await self._in_time(self._embedder.num_tokens([text]))
+
+    @property
+    def has_price(self) -> bool:
+        """See `TextEmbedder.has_price`."""
+        return self._embedder.has_price
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -148,6 +162,16 @@ class SemanticRouter:
             if not isinstance(task.exception(), LimitError) or owner_id == tenant_id:
                 task.result()
 
+    async def _in_time(self, work: Awaitable[_T]) -> _T:
+        try:
+            return await asyncio.wait_for(work, self._wait_s)
+        except TimeoutError:
+            raise NotReady(
+                f"the model that chooses adapters did not answer within {self._wait_s:g} s; send the request again "
+                "later, or name an adapter",
+                retry_after_s=5,
+            ) from None
+
     def _embed(self, owner_id: str, names: frozenset[str] | None) -> asyncio.Task[None]:
         embed = partial(self._embed_for, owner_id)
         is_limited = self._accounting.owner(owner_id).tenant.limits != NO_LIMITS  # then as many as its limits allow
@@ -159,7 +183,8 @@ class SemanticRouter:
     async def _embed_for(self, owner_id: str, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embed descriptions at their owner's cost. Raises LimitError."""
         owner = self._accounting.owner(owner_id)
-        await self._accounting.charge_tokens(owner, sum(map(self._embedder.num_tokens, texts)))
+        num_tokens = await self._embedder.num_tokens(texts)
+        await self._accounting.charge_tokens(owner, num_tokens, has_price=self._embedder.has_price)
         return await self._embedder.embed(texts, owner)
 
 
@@ -208,7 +233,8 @@ class AdapterSelector:
         self, question: str, caller: Principal, options: RoutingFields | None = None
     ) -> AsyncIterator[Selection]:
         """The decision, and the reservation that the answer takes over within the block. Raises as `choose` does."""
-        choice = await self._accounting.admit_routing(caller, self._router.num_tokens(question, caller))
+        num_tokens = await self._router.num_tokens(question, caller)
+        choice = await self._accounting.admit_routing(caller, num_tokens, has_price=self._router.has_price)
         try:
             decision = await self._router.decide(question, caller, options)
             self._accounting.finish_routing(choice)

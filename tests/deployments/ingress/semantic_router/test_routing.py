@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates, _OwnerCandidates
 from app.deployments.ingress.semantic_router.decision import Decision, ScoredAdapter
-from app.deployments.ingress.semantic_router.embedders import BaseEmbedder
+from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.semantic_router.router import SemanticRouter
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import AliasEntry, CatalogEntry
@@ -33,6 +34,7 @@ from tests.deployments.http_service import Service, add_judge
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
 from tests.deployments.ingress.http.test_limits import engines, used
 from tests.deployments.managed import wanted
+from tests.engine import encoders
 from tests.fakes import fake_adapter
 
 __all__ = ["org"]
@@ -45,6 +47,7 @@ class Bags:
     """Texts as counts of a few words, beside a little of everything else."""
 
     name = "a bag of words"
+    has_price = True
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
@@ -58,8 +61,8 @@ class Bags:
         unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return unit
 
-    def num_tokens(self, text: str) -> int:
-        return len(text)
+    async def num_tokens(self, texts: Sequence[str]) -> int:
+        return sum(map(len, texts))
 
 
 def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
@@ -76,7 +79,7 @@ class Unlimited(RequestAccounting):
     def owner(self, tenant_id: str) -> Principal:
         return Principal(tenant_id, "test", PUBLIC)
 
-    async def charge_tokens(self, caller: Principal, num_tokens: int) -> None:
+    async def charge_tokens(self, caller: Principal, num_tokens: int, *, has_price: bool) -> None:  # noqa: ARG002
         self.charged.append((caller.tenant_id, num_tokens))
 
 
@@ -145,7 +148,7 @@ async def test_those_that_the_caller_does_not_get_under_their_names_are_not_coun
     assert (await router.decide("sql", Principal("stranger", "key", PUBLIC))).num_candidates == 5
     view.apply([(("default", "three"), None), (("default", "four"), None), (("ada", "one"), None)])
     view.apply([(("ada", "one"), entry("one", "")), (("zed", "shared"), None), (("default", "shared"), None)])
-    assert router.num_tokens("sql", ADA) == 0, "nothing that it gets under a name has a description"
+    assert await router.num_tokens("sql", ADA) == 0, "nothing that it gets under a name has a description"
 
 
 async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -> None:
@@ -466,7 +469,11 @@ async def test_the_owner_of_a_description_pays_for_it(org: Org) -> None:
     assert await embedded_tokens(org, "ada") == num_tokens + len("ab"), "once"
 
 
-async def test_descriptions_wait_for_the_tokens_of_their_owner(org: Org) -> None:
+@pytest.mark.parametrize("is_encoder", [False, True])
+async def test_descriptions_wait_for_the_tokens_of_their_owner(org: Org, is_encoder: bool, tmp_path: Path) -> None:
+    if is_encoder:  # which an ingress computes itself
+        folder = encoders.save_encoder(encoders.tiny_encoder("bert"), tmp_path)
+        org.service._router._embedder = EncoderEmbedder(str(folder))
     owner = org.service.accounting.tenants_service
     await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 40}, actor="test")
     await owner.share(org.ids["ada"], "secret", [org.ids["bob"]], actor="test")
