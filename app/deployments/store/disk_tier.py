@@ -112,9 +112,12 @@ class DiskTier:
 
     @contextlib.contextmanager
     def staging(self, tenant_id: str) -> Iterator[Path]:
-        """An empty folder to download into; removed after the block unless `keep` took it."""
+        """An empty folder to download into; removed after the block unless `keep` took it. Raises SourceError."""
         folder = self._staging / secrets.token_hex(8)
-        folder.mkdir()
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise SourceError(f"downloads cannot be written to adapters.state_dir: {error.strerror}") from error
         with self._staging_changed:
             self._staged_by[folder] = tenant_id
         try:

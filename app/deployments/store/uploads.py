@@ -174,14 +174,16 @@ class Uploads:
 
     @contextlib.contextmanager
     def _disk_errors(self, upload_id: str) -> Iterator[None]:
-        """Discard the upload if the disk is full. Raises QueueFull."""
+        """Discard the upload if the disk is full or can only be read. Raises QueueFull."""
         try:
             yield
         except OSError as error:
             logger.error("an uploaded adapter cannot be written: %s", error)
             self.discard(upload_id)
             raise QueueFull(
-                "the adapter could not be written to adapters.state_dir; free disk space and try again", retry_after_s=5
+                f"the adapter could not be written to adapters.state_dir ({error.strerror}); "
+                "once the disk takes files again, send the adapter again",
+                retry_after_s=5,
             ) from error
 
     def _remove(self, digest: str) -> None:

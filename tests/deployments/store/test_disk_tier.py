@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import secrets
@@ -16,6 +17,7 @@ import pytest
 from app.deployments.store import disk_tier
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.tier_counters import TierCounters
+from app.engine.errors import SourceError
 from tests.deployments.store.recorded_events import RecordedEvents
 
 Open = Callable[..., DiskTier]
@@ -238,6 +240,24 @@ def test_a_full_disk_changes_nothing(open_tier: Open, monkeypatch: pytest.Monkey
     assert tier.digests == {"a"}
     assert tier.total_bytes == 100
     assert read(tier, "a") is not None
+
+
+def test_a_disk_that_can_only_be_read_keeps_what_it_has_and_says_why_it_takes_no_download(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(200)
+    add(tier, "a")
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "mkdir", read_only)
+        with pytest.raises(SourceError, match="Read-only file system"), tier.staging("a"):
+            pass
+        assert read(tier, "a") is not None
+    add(tier, "b")
+    assert read(tier, "b") is not None
 
 
 def test_threads_keep_the_books(open_tier: Open) -> None:

@@ -99,15 +99,16 @@ def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
         pass
 
 
-def test_a_full_disk_refuses_an_upload_and_holds_no_room_for_it(
-    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("function", "number"), [("fsync", errno.ENOSPC), ("mkdir", errno.EROFS)])
+def test_a_disk_that_takes_no_files_refuses_an_upload_and_holds_no_room_for_it(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as disk:
-        disk.setattr(os, "fsync", full)
-        with pytest.raises(QueueFull, match="state_dir"), complete_upload(uploads, b"{}", b"w" * 90):
+        disk.setattr(os, function, fail)
+        with pytest.raises(QueueFull, match=rf"state_dir \({os.strerror(number)}\)"), complete_upload(uploads, b"{}", b"w" * 90):
             pass
     assert list(uploads.root.iterdir()) == []
     with complete_upload(uploads, b"{}", b"v" * 90) as source:
