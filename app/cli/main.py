@@ -174,12 +174,13 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _add_download(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("download", help="download the base model of a configuration and check that it loads")
     add_config_option(parser, "a Serve application file")
+    parser.add_argument("--compile", action="store_true", help="also compile the kernels that a service of it uses")
     parser.set_defaults(run=_download)
 
 
 def _download(arguments: argparse.Namespace) -> int:
     from app.cli.config_file import read_settings
-    from app.cli.preflight import check_cache, fetch_embedder
+    from app.cli.preflight import check_cache, compile_kernels, fetch_embedder
     from app.engine.models.checkpoint import load_checkpoint
     from app.engine.models.download.model_download import resolve_model
 
@@ -196,6 +197,9 @@ def _download(arguments: argparse.Namespace) -> int:
         f"{spec.name}: {spec.family}, {len(spec.layers)} layers of {spec.hidden_size}, digest {spec.digest[:12]} "
         f"({time.monotonic() - started_s:.1f} s)\n{path}"
     )
+    if arguments.compile:
+        compile_kernels(settings, path)
+        print(f"kernels are compiled ({time.monotonic() - started_s:.1f} s)")
     return 0
 
 

@@ -10,6 +10,7 @@ import logging
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,25 @@ def fetch_embedder(settings: AppConfig, progress: Progress) -> None:
             "encoder or to base",
             error,
         )
+
+
+def compile_kernels(settings: AppConfig, path: Path) -> None:
+    """Compile what an engine of the base model at `path`, and the encoder for model "auto", run on this machine's CPU.
+
+    Raises what loading the model raises.
+    """
+    from app.deployments.ingress.semantic_router.embedders import load_encoder
+    from app.engine.factory import new_engine
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.warm_up import warm_up
+
+    if settings.engine.cpu is not None:
+        checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.compute)
+        with closing(new_engine(checkpoint, settings.engine)) as engine:
+            warm_up(engine)
+    if settings.semantic_router.embedder != "base":
+        with load_encoder(settings.semantic_router.embedder) as llm:
+            llm.embed(["a", "b"])
 
 
 def check_cache() -> None:

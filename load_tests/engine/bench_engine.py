@@ -6,7 +6,8 @@ are taken within a round. Tokens are compared in the same run, so that no system
 
     python -m load_tests.engine.bench_engine --streams 1,8,32 --adapters 1,8 --ranks 64,32,16,8
 
-vLLM takes part if `--vllm PYTHON` names the Python of an environment that has it.
+vLLM and llama.cpp take part if `--vllm PYTHON` and `--llama-cpp PYTHON` name the Python of an environment that has vLLM
+or llama-cpp-python. With `--compute` and `--vllm-dtype`, each computes in its best precision.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.config import CpuConfig, CudaConfig, EngineConfig
+from app.engine.config import Compute, CpuConfig, CudaConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
@@ -70,9 +71,13 @@ class Settings:
     device: Literal["cpu", "cuda"] = "cpu"
     vllm: Path | None = None
     bf16_adapters: bool = False
+    compute: Compute = "float32"
+    vllm_dtype: str = "float32"
+    llama_cpp: Path | None = None
 
 
 ENGINE, LORA_OFF, TRANSFORMERS, PEFT = "engine", "engine, LoRA off", "transformers", "PEFT mixed batch"
+LLAMA_CPP = "llama.cpp"
 #: vLLM's systems, and whether each compiles its model.
 VLLM = {"vLLM, eager": False, "vLLM, compiled": True}
 
@@ -91,7 +96,8 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
     )
     if settings.device == "cuda":
         return shared.on(CudaConfig(gpu_memory_utilization=0.4))  # there are two engines
-    return shared.on(CpuConfig(num_threads=settings.num_threads, weight_dtype=settings.weight_dtype))
+    cpu = CpuConfig(num_threads=settings.num_threads, weight_dtype=settings.weight_dtype, compute=settings.compute)
+    return shared.on(cpu)
 
 
 def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: ExitStack) -> dict[str, Decoder]:
@@ -127,9 +133,23 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: 
                     max_streams=most_streams,
                     max_length=settings.num_prompt_tokens + settings.num_tokens,
                     compiled=compiled,
+                    dtype=settings.vllm_dtype,
                 )
                 closing.callback(decoder.close)
                 found[name] = decoder
+    if settings.llama_cpp:
+        from load_tests.engine.llama_cpp_reference import LlamaCppDecoder
+
+        llama_cpp = LlamaCppDecoder(
+            settings.llama_cpp,
+            settings.model,
+            folder / "llama_cpp.log",
+            max_streams=most_streams,
+            max_length=settings.num_prompt_tokens + settings.num_tokens,
+            num_threads=torch.get_num_threads(),
+        )
+        closing.callback(llama_cpp.close)
+        found[LLAMA_CPP] = llama_cpp
     return found
 
 
@@ -165,9 +185,10 @@ def comparisons(settings: Settings) -> list[Comparison]:
 
 def _references(settings: Settings, num_adapters: int) -> list[str]:
     """Systems to compare with."""
-    if not settings.with_reference:
-        return []
-    return [PEFT if num_adapters else TRANSFORMERS, *(VLLM if settings.vllm else ())]
+    listed = [LLAMA_CPP] if settings.llama_cpp and not num_adapters else []
+    if settings.with_reference:
+        listed += [PEFT if num_adapters else TRANSFORMERS, *(VLLM if settings.vllm else ())]
+    return listed
 
 
 def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
@@ -237,7 +258,7 @@ def _header(settings: Settings, machine: dict[str, object], load_after: object) 
         f"{machine['load_average']}, after {load_after}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks {ranks} in turn over "
         f"all seven projections in {'bfloat16' if settings.bf16_adapters else 'float32'}, weight_dtype "
-        f"{settings.weight_dtype}, {settings.num_rounds} interleaved rounds."
+        f"{settings.weight_dtype}, compute {settings.compute}, {settings.num_rounds} interleaved rounds."
     )
 
 
@@ -289,6 +310,9 @@ def main() -> None:
     )
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it too")
+    parser.add_argument("--vllm-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--compute", choices=get_args(Compute), default="float32", help="engine.cpu.compute")
+    parser.add_argument("--llama-cpp", type=Path, help="Python of an environment with llama-cpp-python; needs a GGUF")
     parser.add_argument("--out", type=Path, default=Path("results/bench_engine.jsonl"))
     arguments = parser.parse_args()
     if arguments.vllm and arguments.no_reference:
@@ -311,6 +335,9 @@ def main() -> None:
         device=arguments.device,
         bf16_adapters=arguments.adapter_dtype == "bfloat16",
         vllm=arguments.vllm,
+        compute=arguments.compute,
+        vllm_dtype=arguments.vllm_dtype,
+        llama_cpp=arguments.llama_cpp,
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as lines:

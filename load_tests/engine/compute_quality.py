@@ -5,6 +5,8 @@ them. KL: of a rounded distribution from float32's, nats per token. Pass rates: 
 held-out prompts.
 
     python -m load_tests.engine.compute_quality --tokens 100000 --prompts 80
+
+`--llama-cpp PYTHON` (of an environment with llama-cpp-python) adds llama.cpp's perplexity of the same file.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import ast
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +33,7 @@ from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
+from load_tests.engine.llama_cpp_reference import LlamaCppDecoder
 from load_tests.engine.steps import Piece, forward_batch, greedy
 from load_tests.stats import environment
 
@@ -82,15 +86,22 @@ def config_of(compute: Compute) -> EngineConfig:
     )
 
 
-def divergence(model: Path, num_tokens: int) -> str:
-    """A line for each rounded arithmetic with both perplexities and the divergence."""
+def divergence(model: Path, num_tokens: int, llama_cpp: Path | None = None) -> str:
+    """A line for each rounded arithmetic with both perplexities and the divergence, and one for llama.cpp."""
     checkpoint, backends = load_checkpoint(model), dict[Compute, CpuBackend]()
     for compute in get_args(Compute):
         backends[compute] = CpuBackend(checkpoint.spec, checkpoint.tensors(), config_of(compute))
     losses: dict[Compute, list[Any]] = {compute: [] for compute in backends}
     others = get_args(Compute)[1:]
     distances, agree = ({compute: list[Any]() for compute in others} for _ in range(2))
+    peer, peer_losses = None, list[float]()
+    if llama_cpp is not None:
+        log = Path(tempfile.gettempdir()) / "llama_cpp.log"
+        threads = os.cpu_count() or 1
+        peer = LlamaCppDecoder(llama_cpp, model, log, max_streams=1, max_length=WINDOW, num_threads=threads)
     for window in token_windows(model, num_tokens):
+        if peer is not None:
+            peer_losses += peer.losses(window.tolist())
         found = {compute: log_probabilities(backend, window)[:-1] for compute, backend in backends.items()}
         for compute, rows in found.items():
             losses[compute].append(-rows[np.arange(WINDOW - 1), window[1:]].astype(np.float64))
@@ -103,7 +114,16 @@ def divergence(model: Path, num_tokens: int) -> str:
             print("\n".join(_summary(one, losses, distances, agree) for one in others), file=sys.stderr)
     for backend in backends.values():
         backend.close()
-    return "\n".join(_summary(compute, losses, distances, agree) for compute in others)
+    lines = [_summary(compute, losses, distances, agree) for compute in others]
+    if peer is not None:
+        peer.close()
+        plain = np.concatenate(losses["float32"])
+        change = np.array(peer_losses) - plain
+        lines.append(
+            f"llama.cpp: perplexity {np.exp(np.mean(peer_losses)):.3f} ({100 * np.expm1(change.mean()):+.2f} %, "
+            f"standard error {100 * change.std() / len(change) ** 0.5:.2f})"
+        )
+    return "\n".join(lines)
 
 
 def _summary(
@@ -147,12 +167,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Quality of the CPU engine's rounded products.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--tokens", type=int, default=100_000, help="0: no perplexity")
+    parser.add_argument("--llama-cpp", type=Path, help="Python of an environment with llama-cpp-python")
     parser.add_argument("--prompts", type=int, default=80, help="of each demo task; 0: no pass rates")
     given = parser.parse_args()
     model = resolve_model(given.model)
     print(environment())
     if given.tokens:
-        print(divergence(model, given.tokens), flush=True)
+        print(divergence(model, given.tokens, given.llama_cpp), flush=True)
     if given.prompts:
         for compute in get_args(Compute):
             print(f"{compute}: passed of {given.prompts}: {passes(model, compute, given.prompts)}", flush=True)

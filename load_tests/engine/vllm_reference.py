@@ -43,6 +43,7 @@ class VllmDecoder:
         max_length: int,
         compiled: bool,
         has_tokenizer: bool = False,
+        dtype: str = "float32",
     ) -> None:
         """`model`: a folder as `write_model` leaves it; logs are written beside it. `has_tokenizer`: the folder has a
         tokenizer, so answers may have a schema. Raises RuntimeError.
@@ -55,13 +56,14 @@ class VllmDecoder:
             "max_num_seqs": max_streams,
             "compiled": compiled,
             "has_tokenizer": has_tokenizer,
+            "dtype": dtype,
         }
         kind = "compiled" if compiled else "eager"
-        self._base = _Child(python, {**settings, "max_loras": 0}, model.parent / f"vllm-{kind}.log")
+        self._base = WorkerProcess(python, WORKER, {**settings, "max_loras": 0}, model.parent / f"vllm-{kind}.log")
         self._lora = self._base
         if adapters:
             log = model.parent / f"vllm-{kind}-lora.log"
-            self._lora = _Child(python, {**settings, "max_loras": len(adapters)}, log)
+            self._lora = WorkerProcess(python, WORKER, {**settings, "max_loras": len(adapters)}, log)
 
     def decode(
         self,
@@ -83,14 +85,14 @@ class VllmDecoder:
         self._lora.close()
 
 
-class _Child:
-    """`vllm_worker` in vLLM's environment."""
+class WorkerProcess:
+    """A worker program in another environment, which answers lines of JSON."""
 
-    def __init__(self, python: Path, settings: dict[str, Any], log: Path) -> None:
+    def __init__(self, python: Path, worker: Path, settings: dict[str, Any], log: Path) -> None:
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [python, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                [python, worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         self.ask(settings)
 
@@ -104,7 +106,7 @@ class _Child:
         if not line:
             self.close()
             printed = self._log.read_text(errors="replace").splitlines()[-5:]
-            raise RuntimeError("\n".join([f"vLLM ended with status {self._process.returncode}:", *printed]))
+            raise RuntimeError("\n".join([f"the worker ended with status {self._process.returncode}:", *printed]))
         answer: dict[str, Any] = json.loads(line)
         return answer
 

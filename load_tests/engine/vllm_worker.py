@@ -38,7 +38,7 @@ def main() -> None:
     }
     llm = LLM(
         settings["model"],
-        dtype="float32",
+        dtype=settings["dtype"],
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=False,

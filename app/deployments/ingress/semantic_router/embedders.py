@@ -144,18 +144,23 @@ class EncoderEmbedder:
 
     def _encoder(self) -> LLM:
         if self._llm is None:
-            from app.engine.api import LLM  # imports an engine, which most services do not have in this process
-            from app.engine.config import EngineConfig
-            from app.engine.models.checkpoint import load_checkpoint
-            from app.engine.models.download.model_download import resolve_model
-
-            path = resolve_model(self.name)
-            most = min(load_checkpoint(path).spec.max_positions, MAX_TOKENS)
-            sizes = {
-                "lora_pool_rows": 0,
-                "cpu": {"num_threads": 1},
-                "max_model_len": most,
-                "max_num_batched_tokens": most,
-            }
-            self._llm = LLM(path, EngineConfig.model_validate(sizes))
+            self._llm = load_encoder(self.name)
         return self._llm
+
+
+def load_encoder(uri: str) -> LLM:
+    """An engine for texts of up to `MAX_TOKENS`. Raises SourceError, CheckpointError, ConfigError."""
+    from app.engine.api import LLM  # imports an engine, which most services do not have in this process
+    from app.engine.config import EngineConfig
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.download.model_download import resolve_model
+
+    path = resolve_model(uri)
+    most = min(load_checkpoint(path).spec.max_positions, MAX_TOKENS)
+    sizes = {
+        "lora_pool_rows": 0,
+        "cpu": {"num_threads": 1},
+        "max_model_len": most,
+        "max_num_batched_tokens": most,
+    }
+    return LLM(path, EngineConfig.model_validate(sizes))
