@@ -98,9 +98,15 @@ $(BROWSER)/.installed: $(VENV)/.created
 	@cd $(BROWSER) && tar xzf "$$(npm pack --silent axe-core@4.14.1)" --strip-components 1 package/axe.min.js
 	@touch $@
 
+# Ray is half of what is installed, and no kernel needs it: kernels are compiled and the model is downloaded meanwhile. A
+# failure of that costs time only, because the first start does it again and says what is wrong.
 $(VENV)/.installed: pyproject.toml $(VENV)/.created
-	@echo "installing polylora and what it needs (a minute or two the first time)"
-	@$(PIP) install --editable .
+	@echo "installing polylora and what it needs, and compiling kernels (a minute or two the first time)"
+	@sed -n '/^dependencies = /,/^]/s/^ *"\([^"]*\)",$$/\1/p' pyproject.toml | grep -v '^ray' >$(VENV)/no-ray.txt
+	@$(PIP) install --quiet --requirement $(VENV)/no-ray.txt
+	@$(BIN)/python -m app.cli.main download --compile --config $(CONFIG) >$(VENV)/download.log 2>&1 & \
+	  $(PIP) install --editable . || { kill $$!; exit 1; }; \
+	  wait $$! || echo "kernels are not compiled yet ($(VENV)/download.log); the first start does it"
 	@touch $@
 
 $(VENV)/.installed-jax: $(VENV)/.installed

@@ -37,6 +37,33 @@ def test_fetch_says_what_it_has(demo_gguf: Path, tmp_path: Path, capsys: pytest.
     assert str(demo_gguf) in out
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_after_a_download_with_compile_nothing_is_compiled(tmp_path: Path) -> None:
+    """It also runs before Ray is installed, as `make serve` does it."""
+    environment = os.environ | {"POLYLORA_CACHE": str(tmp_path)}
+    download = "import sys; sys.modules['ray'] = None; from app.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["download", "--compile", "--config", "configs/serve.yaml"]
+    subprocess.run(
+        [sys.executable, "-c", download, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    use = """
+from pathlib import Path
+from app.cli.config_file import read_settings
+from app.deployments.ingress.semantic_router.embedders import load_encoder
+from app.engine.api import LLM
+from app.kernels.machine.jit import compile_seconds
+settings = read_settings(Path("configs/serve.yaml"))
+with LLM(settings.model.uri, settings.engine) as llm:
+    llm.generate(["a", "b c"], ["examples/adapters/sql", None])
+with load_encoder(settings.semantic_router.embedder) as encoder:
+    encoder.embed(["a", "b c d", "e"])
+print(compile_seconds())
+"""
+    used = subprocess.run([sys.executable, "-c", use], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert used.stdout.strip() == "0.0", used.stderr
+
+
 def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
     assert main(["download", "--config", str(config)]) == 1
