@@ -108,7 +108,8 @@ def test_a_disk_that_takes_no_files_refuses_an_upload_and_holds_no_room_for_it(
 
     with monkeypatch.context() as disk:
         disk.setattr(os, function, fail)
-        with pytest.raises(QueueFull, match=rf"state_dir \({os.strerror(number)}\)"), complete_upload(uploads, b"{}", b"w" * 90):
+        reason = rf"state_dir \({os.strerror(number)}\)"
+        with pytest.raises(QueueFull, match=reason), complete_upload(uploads, b"{}", b"w" * 90):
             pass
     assert list(uploads.root.iterdir()) == []
     with complete_upload(uploads, b"{}", b"v" * 90) as source:
