@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import multiprocessing
+import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -103,17 +105,31 @@ def fetch_embedder(settings: AppConfig, progress: Progress) -> None:
 def compile_kernels(settings: AppConfig, path: Path) -> None:
     """Compile what an engine of the base model at `path`, and the encoder for model "auto", run on this machine's CPU.
 
-    Raises what loading the model raises.
+    Raises what loading the model raises. A second process compiles half of it.
     """
-    from app.deployments.ingress.semantic_router.embedders import load_encoder
     from app.engine.factory import new_engine
     from app.engine.models.checkpoint import load_checkpoint
     from app.engine.warm_up import warm_up
 
+    other = multiprocessing.get_context("spawn").Process(target=_compile_others, args=(settings,))
+    other.start()
     if settings.engine.cpu is not None:
         checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.compute)
         with closing(new_engine(checkpoint, settings.engine)) as engine:
             warm_up(engine)
+    other.join()
+    if other.exitcode:
+        raise ConfigError("the kernels of the encoder for model 'auto' are not compiled: its process says why")
+
+
+def _compile_others(settings: AppConfig) -> None:
+    """Compile what the engine runs after its step, and, with what others leave of the CPU, the encoder."""
+    from app.deployments.ingress.semantic_router.embedders import load_encoder
+    from app.engine.cpu.outputs import compile_sampling
+
+    if settings.engine.cpu is not None:
+        compile_sampling()
+    os.nice(10)  # a service may start before the first request for "auto"
     if settings.semantic_router.embedder != "base":
         with load_encoder(settings.semantic_router.embedder) as llm:
             llm.embed(["a", "b"])

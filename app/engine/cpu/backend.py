@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
+from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
@@ -22,12 +22,13 @@ from app.engine.cpu.lora_memory import LoraMemory
 from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.mla import latent_workspace
 from app.engine.cpu.moe import expert_workspace
-from app.engine.cpu.outputs import rows_of, sample, sample_resized, with_sums
+from app.engine.cpu.outputs import one_row, rows_of, sample, sample_resized, with_sums
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, product_rows
 from app.engine.cpu.weights_cache import packed_weights
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_stacks import Products, product_form
+from app.kernels.machine.jit import compile_lock
 from app.kernels.machine.prefault import PagePrefaulter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention.cpu import attention_tasks
@@ -80,7 +81,8 @@ class CpuBackend(AdapterBackend):
         base = PackedModules(spec, self._weights)
         base.log_storage()
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
-        self._warm_up()
+        with compile_lock():
+            self._warm_up()
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
@@ -156,18 +158,12 @@ class CpuBackend(AdapterBackend):
         Block 0 and, with rank rows, row 0 are written; both are written again before they are read.
         """
         one = np.zeros(1, np.int32)
-        single = np.ones(1, np.float32)
-        sampling = SamplingBatch(
-            temperature=single, top_p=single, top_k=one, min_p=0 * single, presence=single, frequency=single,
-            repetition=single, seeds=np.zeros(1, np.uint64), positions=np.zeros(1, np.int64), num_logprobs=one,
-            history=(one,), prompt_lens=one,
-        )  # fmt: skip
         starts = np.array([0, 1], np.int32)
         self.forward(
             ForwardBatch(
                 token_ids=one, positions=one, kv_slots=np.zeros(1, np.int64), query_starts=starts, seq_lens=one + 1,
                 block_tables=one[None], run_starts=starts, run_adapter_slots=one, sample_rows=one, sample_seqs=one,
-                sampling=sampling,
+                sampling=one_row(),
             )
         )  # fmt: skip
         if self.limits.lora_pool_rows and self.limits.extra_weights_bytes:

@@ -55,6 +55,25 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
     return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens), ranks=ranks)
 
 
+def one_row() -> SamplingBatch:
+    """A row that every kernel of `sample` works on, for a warm-up."""
+    one, single = np.zeros(1, np.int32), np.ones(1, np.float32)
+    return SamplingBatch(
+        temperature=single, top_p=single, top_k=one, min_p=0 * single, presence=single, frequency=single,
+        repetition=single, seeds=np.zeros(1, np.uint64), positions=np.zeros(1, np.int64), num_logprobs=one,
+        history=(one,), prompt_lens=one,
+    )  # fmt: skip
+
+
+def compile_sampling() -> None:
+    """Compile the kernels of `sample`, whose rows of logits are wider than the vocabulary."""
+    team = ThreadTeam(1)
+    try:
+        sample(np.zeros((1, 128), np.float32)[:, :64], one_row(), team)
+    finally:
+        team.close()
+
+
 def sample_resized(
     logits: NDArray[np.float32],
     vocab_sizes: NDArray[np.int64],

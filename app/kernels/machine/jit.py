@@ -8,9 +8,12 @@ changed callee.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +28,9 @@ _OTHER_FORMS = ("torch", "triton", "xla", "pallas", "reference")
 
 #: Folders of the package whose functions call one another as compiled code.
 _COMPILED = ("kernels", "engine/cpu")
+
+#: How long a process waits for one that compiles the same kernels; then it compiles them, too.
+_WAIT_S = 600.0
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,6 +51,22 @@ numba.config.CACHE_DIR = str(_cache_folder())
 
 _compiling = event.TimingListener()
 event.register("numba:compile", _compiling)
+
+
+@contextmanager
+def compile_lock() -> Iterator[None]:
+    """Held by one process of the machine at a time: another one that starts meanwhile finds the kernels cached."""
+    folder = Path(numba.config.CACHE_DIR)
+    folder.mkdir(parents=True, exist_ok=True)
+    until_s = time.monotonic() + _WAIT_S
+    with (folder / "lock").open("w") as file:
+        while time.monotonic() < until_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
 
 
 def compile_seconds() -> float:
