@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -198,3 +199,22 @@ def test_compiling_is_timed_and_calling_is_not(monkeypatch: pytest.MonkeyPatch, 
     assert 0.0 < took <= time.perf_counter() - began_s, "a function that is compiled within another counts once"
     assert outer(2.0) == 6.0
     assert compile_seconds() == before + took
+
+
+def test_one_process_compiles_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def other() -> None:
+        with module.compile_lock():
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with module.compile_lock():
+        thread.start()
+        thread.join(0.3)
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "other"]
+    monkeypatch.setattr(module, "_WAIT_S", 0.0)
+    with module.compile_lock(), module.compile_lock():
+        pass  # one that hangs is not waited for
