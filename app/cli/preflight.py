@@ -125,10 +125,9 @@ def compile_kernels(settings: AppConfig, path: Path) -> None:
 def _compile_others(settings: AppConfig) -> None:
     """Compile what the engine runs after its step, and, with what others leave of the CPU, the encoder."""
     from app.deployments.ingress.semantic_router.embedders import load_encoder
-    from app.engine.cpu.outputs import compile_sampling
+    from app.engine.factory import compile_sampling
 
-    if settings.engine.cpu is not None:
-        compile_sampling()
+    compile_sampling(settings.engine)
     os.nice(10)  # a service may start before the first request for "auto"
     if settings.semantic_router.embedder != "base":
         with load_encoder(settings.semantic_router.embedder) as llm:

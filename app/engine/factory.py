@@ -46,6 +46,14 @@ def create_engine(
     return EngineThread(new_engine(checkpoint, config, clock), on_chunks, on_failure)
 
 
+def compile_sampling(config: EngineConfig) -> None:
+    """Compile the kernels of sampling before there is an engine, which would do it last; nothing but on the CPU."""
+    if config.cpu is not None:
+        from app.engine.cpu import outputs
+
+        outputs.compile_sampling()
+
+
 def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> Engine:
     """The engine without its thread. Raises CheckpointError, ConfigError, or an AdapterError of `merged_adapter`."""
     grammars = None if checkpoint.spec.encoder is not None else partial(load_vocabulary, checkpoint)
