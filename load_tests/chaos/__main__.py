@@ -2,11 +2,11 @@
 
     python -m load_tests.chaos --minutes 10
 
-A tiny model runs on two Ray nodes of this machine, an engine replica and an ingress on each, behind HAProxy (`polylora
-serve`), with PostgreSQL if its programs are installed (the report says so). Every few seconds one fault of
-`chaos.events` is injected. Prints a report in JSON; the status is 1 if any answer was wrong or lost, if an acknowledged
-change of the registry is missing, or if something leaks. Needs the packages of the extra `test`: it makes its model
-with transformers.
+A tiny model runs on Ray nodes of this machine (`--nodes`), an engine replica and an ingress on each, or two of both on
+a single one, behind HAProxy (`polylora serve`), with PostgreSQL if its programs are installed (the report says so).
+Every few seconds one fault of `chaos.events` is injected. Prints a report in JSON; the status is 1 if any answer was
+wrong or lost, if an acknowledged change of the registry is missing, or if something leaks. Needs the packages of the
+extra `test`: it makes its model with transformers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import asyncio
 import json
 import random
 import secrets
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from load_tests.chaos.events import VICTIMS, Events, Faults
+from load_tests.chaos.events import Events, Faults
 from load_tests.chaos.hub import Hub
-from load_tests.chaos.node import SecondNode
+from load_tests.chaos.node import WorkerNode
+from load_tests.chaos.recovery import Recoveries
 from load_tests.chaos.registrations import Registrations
 from load_tests.chaos.traffic import ProxyOutages, Traffic, ask
 from load_tests.chaos.usage import leaks, usage
-from load_tests.process_tree import processes
 from load_tests.service import Service, free_port, serve_arguments
 from tests.e2e.tiny import save_adapter, save_tiny_model
 from tests.postgres import PostgresServer, find_postgres
@@ -45,8 +46,9 @@ WARM_UP_S = 15.0
 SETTLE_S = 120.0
 
 
-def settings(folder: Path, hub_url: str) -> dict[str, Any]:
+def settings(folder: Path, hub_url: str, num_nodes: int) -> dict[str, Any]:
     """A Serve application file for the tiny model."""
+    replicas = {"num_replicas": num_replicas(num_nodes)} | ({"max_replicas_per_node": 1} if num_nodes > 1 else {})
     engine = {"num_kv_blocks": 1024, "lora_pool_rows": 256, "cpu": {"num_threads": 1}}
     args = {
         "model": {"uri": str(folder / "model"), "name": "tiny"},
@@ -61,19 +63,19 @@ def settings(folder: Path, hub_url: str) -> dict[str, Any]:
         },
     }
     deployments = [
-        {"name": "Ingress", "num_replicas": 2, "max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 0.1}},
-        {
-            "name": "EngineReplica",
-            "num_replicas": 2,
-            "max_replicas_per_node": 1,
-            "ray_actor_options": {"num_cpus": 0.5},
-        },
+        {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}, **replicas},
+        {"name": "EngineReplica", "ray_actor_options": {"num_cpus": 0.5}, **replicas},
     ]
     application = {"name": "polylora", "route_prefix": "/", "import_path": "app.main:build"}
     return {
         "proxy_location": "HeadOnly",
         "applications": [{**application, "args": args, "deployments": deployments}],
     }
+
+
+def num_replicas(num_nodes: int) -> int:
+    """Engine replicas, and ingresses: when one is killed another one must be there."""
+    return max(2, num_nodes)
 
 
 def bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
@@ -99,7 +101,15 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
     traffic = Traffic(url, bodies(random.Random(options.seed), options.requests), outages, options.seed)
     sources = {**{name: name for name in RANKS}, **{name: f"{world.hub.url}{name}/" for name in HUB_RANKS}}
     registrations = Registrations(url, list(sources.values()), options.seed)
-    faults = Faults(world.service.process.pid, world.node, world.database, world.hub, outages, rng)
+    recoveries = Recoveries(
+        url,
+        Path(world.service.environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent,
+        world.session_ids,
+        num_replicas(options.nodes),
+        next(iter(RANKS)),
+        outages.clock,
+    )
+    faults = Faults(world.session_ids, world.nodes, world.database, world.hub, outages, recoveries, rng)
     events = Events(faults.faults, options.every, rng, outages.clock)
     probe = {"prompt": "the quick", "max_tokens": 24, "temperature": 0.0, "seed": 1, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -108,12 +118,14 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.run(options.streams))
         group.create_task(registrations.run())
+        measuring = group.create_task(recoveries.run())
         await asyncio.sleep(WARM_UP_S)
-        before, until_s = usage(*faults.session_ids()), outages.clock() + 60 * options.minutes
+        before, until_s = usage(*world.session_ids()), outages.clock() + 60 * options.minutes
         await events.run(until_s)
         await asyncio.sleep(max(0.0, until_s - outages.clock()))
-        await wait_until_settled(url, faults)
-        after = usage(*faults.session_ids())
+        missing = await recoveries.settle(SETTLE_S)
+        measuring.cancel()
+        after = usage(*world.session_ids())
         traffic.stop()
         registrations.stop()
     await registrations.check(probe, expected)
@@ -121,31 +133,29 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
     return {
         "minutes": options.minutes,
         "database": "PostgreSQL" if world.database else "SQLite: PostgreSQL's programs are not installed",
+        "nodes": options.nodes,
         "events": events.happened,
+        "num_events": dict(events.num_by_kind),
         "requests": dict(traffic.ended),
         "slowest_s": round(traffic.slowest_s, 1),
-        "longest_outage_s": round(outages.longest_s, 1),
+        "num_wrong_tokens": traffic.ended["wrong tokens"],
+        "num_lost_acknowledgements": len(registrations.lost),
+        "num_refused_connections": {part: outages.num_refused[part] for part in outages.longest_s},
+        "longest_outage_s": {part: round(outage_s, 2) for part, outage_s in outages.longest_s.items()},
+        "slowest_recovery_s": {part: round(took_s, 1) for part, took_s in recoveries.slowest_s.items()},
         "registrations": dict(registrations.ended),
         "before": before.to_json(),
         "after": after.to_json(),
         "more open files": dict((after.kinds - before.kinds).most_common(8)),
-        "wrong": [*traffic.wrongs, *registrations.wrongs, *leaks(before, after), *staged_files(world.service.folder)],
+        "wrong": [
+            *traffic.wrongs,
+            *registrations.wrongs,
+            *registrations.lost,
+            *(f"{part} does not work after {SETTLE_S:g} s" for part in sorted(missing)),
+            *leaks(before, after),
+            *staged_files(world.service.folder),
+        ],
     }
-
-
-async def wait_until_settled(url: str, faults: Faults) -> None:
-    """Wait until all roles have processes and the service is healthy. Raises TimeoutError."""
-    import httpx
-
-    expected = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
-    async with asyncio.timeout(SETTLE_S), httpx.AsyncClient(base_url=url, timeout=10) as http:
-        while True:
-            found: Mapping[str, Sequence[int]] = processes(*faults.session_ids())
-            with suppress(httpx.TransportError):
-                is_whole = all(len(found.get(role, ())) >= count for role, count in expected.items())
-                if is_whole and (await http.get("/v1/loras/a0")).status_code == 200:
-                    return
-            await asyncio.sleep(0.5)
 
 
 def staged_files(folder: Path) -> list[str]:
@@ -156,16 +166,20 @@ def staged_files(folder: Path) -> list[str]:
 
 
 class World(NamedTuple):
-    """A running service and its surroundings. `database` is None if PostgreSQL is not installed."""
+    """A running service and its surroundings. `nodes`: those beside its own. `database`: None if not installed."""
 
     service: Service
-    node: SecondNode
+    nodes: list[WorkerNode]
     database: PostgresServer | None
     hub: Hub
 
+    def session_ids(self) -> list[int]:
+        """Session ids of everything that serves."""
+        return [self.service.process.pid, *(node.session_id for node in self.nodes)]
+
 
 @contextmanager
-def world(folder: Path, port: int) -> Iterator[World]:
+def world(folder: Path, port: int, num_nodes: int) -> Iterator[World]:
     """Start everything; the service is ready."""
     save_tiny_model(folder / "model")
     for seed, (adapter, rank) in enumerate((RANKS | HUB_RANKS).items()):
@@ -174,7 +188,7 @@ def world(folder: Path, port: int) -> Iterator[World]:
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(folder / "hub"))
         path = folder / "serve.yaml"
-        path.write_text(yaml.safe_dump(settings(folder, hub.url)))
+        path.write_text(yaml.safe_dump(settings(folder, hub.url, num_nodes)))
         database = None if programs is None else PostgresServer(programs)
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -186,12 +200,18 @@ def world(folder: Path, port: int) -> Iterator[World]:
             stack.callback(database.stop)
             environment["POLYLORA_REGISTRY_URL"] = database.new_database()
         service = stack.enter_context(Service(serve_arguments(str(path), port), environment))
-        node = SecondNode(service)
-        stack.callback(node.end)
+        nodes = [WorkerNode(service, number) for number in range(1, num_nodes)]
         try:
-            node.start()
+            service.wait_for("starting the service")
+            service.process.send_signal(signal.SIGSTOP)  # it gives up if there is no room for 20 s
+            for node in nodes:
+                stack.callback(node.end)
+                node.start()
+            for node in nodes:
+                node.wait_until_joined()
+            service.process.send_signal(signal.SIGCONT)
             service.wait_for("Ready after", timeout_s=600)
-            yield World(service, node, database, hub)
+            yield World(service, nodes, database, hub)
         except BaseException:
             print("\n".join(line.text for line in service.lines[-40:]), file=sys.stderr)
             raise
@@ -199,6 +219,7 @@ def world(folder: Path, port: int) -> Iterator[World]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two events")
     parser.add_argument("--streams", type=int, default=64)
@@ -206,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="plx") as name, world(Path(name), port) as started:
+    with tempfile.TemporaryDirectory(prefix="plx") as name, world(Path(name), port, options.nodes) as started:
         report = asyncio.run(run(started, f"http://127.0.0.1:{port}", options))
     print(json.dumps(report, indent=1))
     return 1 if report["wrong"] else 0

@@ -13,19 +13,20 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 from load_tests.chaos.hub import Hub
-from load_tests.chaos.node import SecondNode
+from load_tests.chaos.node import WorkerNode
+from load_tests.chaos.recovery import ROLES, Recoveries
 from load_tests.chaos.traffic import ProxyOutages
 from load_tests.process_tree import processes
 from tests.postgres import PostgresServer
 
 #: Roles whose death clients notice.
 CLIENT_FACING = ("ingress", "haproxy")
-VICTIMS = ("engine", "ingress", "store", "placement", "haproxy")
 STOPPED_S = 10.0
 #: A killed node or database is restarted after this time.
 AWAY_S = 3.0
@@ -41,24 +42,28 @@ class Faults:
 
     def __init__(
         self,
-        service_id: int,
-        node: SecondNode,
+        session_ids: Callable[[], Sequence[int]],
+        nodes: Sequence[WorkerNode],
         database: PostgresServer | None,
         hub: Hub,
         outages: ProxyOutages,
+        recoveries: Recoveries,
         rng: random.Random,
     ) -> None:
-        self._service_id = service_id
-        self._node = node
+        """`session_ids`: of everything that serves. `nodes`: those beside the service's own, which is not killed."""
+        self._session_ids = session_ids
+        self._nodes = nodes
         self._database = database
         self._hub = hub
         self._outages = outages
+        self._recoveries = recoveries
         self._random = rng
         self.faults: dict[str, Fault] = {}
-        for role in VICTIMS:
+        for role in ROLES:
             self.faults[f"kill {role}"] = partial(self._kill, role)
             self.faults[f"stop {role}"] = partial(self._stop, role)
-        self.faults |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
+        if nodes:
+            self.faults |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
         self.faults |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
         if database is not None:
             self.faults |= {
@@ -66,46 +71,42 @@ class Faults:
                 for name, fault in zip(DATABASE_FAULTS, (_restart, _stand_still), strict=True)
             }
 
-    def session_ids(self) -> tuple[int, int]:
-        """Session ids of everything that serves."""
-        return self._service_id, self._node.session_id
-
     async def _kill(self, role: str) -> str:
-        for pid in self._one(role):
-            if role in CLIENT_FACING:
-                self._outages.record_kill()
-            os.kill(pid, signal.SIGKILL)
-            return str(pid)
-        return "none was there"
+        pid = self._one(role)
+        if role in CLIENT_FACING:
+            self._outages.record_kill(role)
+        os.kill(pid, signal.SIGKILL)
+        self._recoveries.begin(role, self._outages.clock())
+        return str(pid)
 
     async def _stop(self, role: str) -> str:
-        return await _still(self._one(role))
+        return await _still([self._one(role)])
 
     async def _kill_raylet(self) -> str:
         """Kill a raylet: everything on its node dies with it, perhaps an ingress; then the node is started again."""
-        raylets = self._node.raylets
-        self._outages.record_kill()
+        node, killed_s = self._random.choice(self._nodes), self._outages.clock()
+        raylets = node.raylets
+        self._outages.record_kill("node")
         for pid in raylets:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(AWAY_S)
-        await asyncio.to_thread(self._node.end)
-        await asyncio.to_thread(self._node.start)
+        await asyncio.to_thread(node.end)
+        await asyncio.to_thread(node.start)
+        self._recoveries.begin("node", killed_s)  # before this, processes of the old node may be alive
         return str(raylets)
 
     async def _stop_raylet(self) -> str:
-        return await _still(self._node.raylets)
+        return await _still(self._random.choice(self._nodes).raylets)
 
     async def _fill_disk(self) -> str:
         """Freeze the size of the store process's files, as if disks were full. Python ignores the signal for this."""
-        pids = self._one("store")
-        limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
-        for pid, (_, hard) in limits.items():
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+        pid = self._one("store")
+        limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limit[1]))
         await asyncio.sleep(STOPPED_S)
-        for pid, limit in limits.items():
-            with suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-        return str(pids)
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+        return str(pid)
 
     async def _hang_hub(self) -> str:
         self._hub.answers.clear()
@@ -119,10 +120,12 @@ class Faults:
         await fault(database)
         return "PostgreSQL"
 
-    def _one(self, role: str) -> Sequence[int]:
-        """One random process of a role, if there is any."""
-        pids = processes(*self.session_ids()).get(role, [])
-        return [self._random.choice(pids)] if pids else []
+    def _one(self, role: str) -> int:
+        """One random process of a role. Raises ProcessLookupError."""
+        pids = processes(*self._session_ids()).get(role, [])
+        if not pids:
+            raise ProcessLookupError(role)
+        return self._random.choice(pids)
 
 
 class Events:
@@ -136,6 +139,7 @@ class Events:
         self._random = rng
         self._clock = clock
         self.happened: list[str] = []
+        self.num_by_kind: Counter[str] = Counter()
 
     async def run(self, until_s: float) -> None:
         """Inject each fault once before any is repeated."""
@@ -147,8 +151,9 @@ class Events:
                 self._random.shuffle(plan)
             name, at = plan.pop(), time.strftime("%H:%M:%S")
             print(f"{at} {name}", file=sys.stderr, flush=True)
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # it has just ended, and its successor has not started
                 self.happened.append(f"{at} {name}: {await self._faults[name]()}")
+                self.num_by_kind[name] += 1
 
 
 async def _still(pids: Sequence[int]) -> str:

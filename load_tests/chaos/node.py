@@ -1,4 +1,4 @@
-"""A second Ray node of the service's cluster, so that a node can die while the service lives.
+"""Another Ray node of the service's cluster on this machine, so that a node can die while the service lives.
 
 Its raylet runs in its own session with the service's environment. Nothing remains of the node after its raylet was
 killed, and `start` makes a new one.
@@ -14,18 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from app.cli.ray_env import HA_PROXY_SWITCHES, RAY_SWITCHES
+from app.deployments.rpc.uds_transport import FOLDER_VARIABLE
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, Service, end_session
 
 #: Time limit for the service's own Ray to start.
 GCS_TIMEOUT_S = 120.0
+#: What `ray start` prints when the node has joined, and the time limit for it.
+JOINED, JOIN_TIMEOUT_S = "Ray runtime started", 300.0
 
 
-class SecondNode:
-    """The node; each start gives it another `session_id`."""
+class WorkerNode:
+    """The node; each start gives it another `session_id`. Its sockets for frames are its own, as on a machine."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, number: int) -> None:
         self._service = service
+        self._sockets = {FOLDER_VARIABLE: str(service.folder / f"sockets{number}")}
+        self._log = service.folder / f"node{number}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,7 +47,7 @@ class SecondNode:
         """Start the node; returns at once, before it has joined."""
         switches = {name: value for name, value, _ in (*RAY_SWITCHES, *HA_PROXY_SWITCHES)}
         address = self._gcs_address()
-        log = (self._service.folder / "second-node.log").open("ab")
+        log = self._log.open("wb")
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
@@ -50,11 +55,19 @@ class SecondNode:
                 *("--num-cpus", "2", "--object-store-memory", str(128 << 20)),
             ],
             cwd=ROOT,
-            env=os.environ | switches | self._service.environment,
+            env=os.environ | switches | self._service.environment | self._sockets,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+
+    def wait_until_joined(self) -> None:
+        """Wait for the node that was started. Raises TimeoutError with what it printed."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        while JOINED not in (printed := self._log.read_text(errors="replace")):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"a node did not join within {JOIN_TIMEOUT_S:g} s:\n{printed}")
+            time.sleep(0.1)
 
     def end(self) -> None:
         """Stop what remains of the node."""

@@ -36,6 +36,7 @@ class Registrations:
         self._may_mean: dict[str, set[str | None]] = {}
         self.ended: Counter[str] = Counter()
         self.wrongs: list[str] = []
+        self.lost: list[str] = []  # acknowledged changes that are missing
 
     async def run(self) -> None:
         http = httpx.AsyncClient(base_url=self._url, timeout=ANSWER_TIMEOUT_S)
@@ -54,16 +55,16 @@ class Registrations:
                 is_known = answer.status_code == 200 and answer.json()["state"] == "LOADED"
                 if not is_known:
                     if None not in may_mean:
-                        self.wrongs.append(f"{name} is lost: {answer.text[:200]}; it may mean {may_mean}")
+                        self.lost.append(f"{name} is lost: {answer.text[:200]}; it may mean {may_mean}")
                     continue
                 try:
                     text = await ask(http, {**probe, "model": name})
                 except (Cut, RuntimeError) as error:
-                    self.wrongs.append(f"{name} is known and not served: {error}")
+                    self.lost.append(f"{name} is known and not served: {error}")
                     continue
                 if text not in {expected[source] for source in may_mean if source is not None}:
                     means = [source for source, answer_of in expected.items() if answer_of == text]
-                    self.wrongs.append(f"{name} means {means}; it may mean {may_mean}")
+                    self.lost.append(f"{name} means {means}; it may mean {may_mean}")
 
     async def _change_names(self, http: httpx.AsyncClient) -> None:
         name = None

@@ -17,32 +17,42 @@ from typing import Any
 import httpx
 
 #: Clients may notice a killed ingress or HAProxy this long: Ray checks HAProxy's supervisor every three seconds, and
-#: three must fail before it starts another, which busy cores delay. The report gives the actual time.
+#: three must fail before it starts another, which busy cores delay. The report gives the actual times.
 PROXY_OUTAGE_S = 30.0
 #: HAProxy's own answer while it knows no ingress (`app.cli.haproxy`).
 BALANCER_SAYS = "the service is starting or stopping"
+#: The reason of a `Cut` whose connection was refused.
+REFUSED = httpx.ConnectError.__name__
 #: A request that takes longer hangs.
 ANSWER_TIMEOUT_S = 180.0
 
 
 class ProxyOutages:
-    """Times at which an ingress or HAProxy was killed."""
+    """Times at which an ingress, HAProxy or a node was killed, and how long new requests failed after each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._killed_s: list[float] = []
-        self.longest_s = 0.0  # the longest time after a death in which a client was cut off
+        self._kills: list[tuple[float, str]] = []
+        #: By what was killed: how long after a death requests that began after it were cut off, the longest.
+        self.longest_s: dict[str, float] = {}
+        #: By what was killed: connections that were refused.
+        self.num_refused: Counter[str] = Counter()
 
-    def record_kill(self) -> None:
-        self._killed_s.append(self.clock())
+    def record_kill(self, part: str) -> None:
+        self._kills.append((self.clock(), part))
+        self.longest_s.setdefault(part, 0.0)
 
-    def excuse(self, began_s: float) -> bool:
-        """Whether the death of an ingress or HAProxy explains that a request of `began_s` was cut off now."""
+    def excuse(self, began_s: float, *, is_refused: bool) -> bool:
+        """Whether a death explains that a request of `began_s` was cut off now, or its connection refused."""
         now_s = self.clock()
-        deaths = [killed_s for killed_s in self._killed_s if began_s - PROXY_OUTAGE_S <= killed_s <= now_s]
-        if deaths:
-            self.longest_s = max(self.longest_s, now_s - deaths[-1])
-        return bool(deaths)
+        deaths = [kill for kill in self._kills if began_s - PROXY_OUTAGE_S <= kill[0] <= now_s]
+        if not deaths:
+            return False
+        killed_s, part = deaths[-1]
+        if began_s >= killed_s:
+            self.longest_s[part] = max(self.longest_s[part], now_s - killed_s)
+        self.num_refused[part] += is_refused
+        return True
 
 
 class Cut(Exception):
@@ -125,7 +135,7 @@ class Traffic:
         except Cut as cut:
             if not alone.startswith(cut.text):
                 self._wrong("wrong tokens", body, f"{cut.text!r} does not begin {alone!r}")
-            elif self._outages.excuse(began_s):
+            elif self._outages.excuse(began_s, is_refused=str(cut) == REFUSED):
                 self.ended["cut off by the death of an ingress or HAProxy"] += 1
                 await asyncio.sleep(0.2)  # the balancer comes back
             else:

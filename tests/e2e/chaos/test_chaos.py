@@ -31,8 +31,10 @@ def chaos(*options: str, timeout_s: float) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.nightly  # by day tests/e2e/service/test_failures.py kills one of each
-def test_a_minute_of_chaos() -> None:
-    chaos("--minutes", "1", "--every", "5", "--streams", "16", "--requests", "28", timeout_s=900)
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_a_minute_of_chaos(num_nodes: int) -> None:
+    options = ("--nodes", str(num_nodes), "--every", "5", "--streams", "16", "--requests", "28")
+    chaos("--minutes", "1", *options, timeout_s=900)
 
 
 @pytest.mark.e2e

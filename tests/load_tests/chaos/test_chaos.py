@@ -10,7 +10,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,11 +17,12 @@ import psycopg
 import pytest
 
 from load_tests.chaos import events as events_module
+from load_tests.chaos import recovery as recovery_module
 from load_tests.chaos import registrations as registrations_module
-from load_tests.chaos.__main__ import staged_files
+from load_tests.chaos.__main__ import settings, staged_files
 from load_tests.chaos.events import Events, Faults
 from load_tests.chaos.hub import Hub
-from load_tests.chaos.node import SecondNode
+from load_tests.chaos.recovery import Recoveries
 from load_tests.chaos.registrations import Registrations
 from load_tests.chaos.traffic import BALANCER_SAYS, PROXY_OUTAGE_S, Cut, ProxyOutages, Traffic, ask
 from load_tests.chaos.usage import Usage, leaks, usage
@@ -77,13 +77,20 @@ async def test_an_answer_is_whole_or_cut_or_refused() -> None:
 async def test_only_the_death_of_an_ingress_or_proxy_excuses_a_closed_connection(
     serve: Callable[[Handler], None],
 ) -> None:
-    now_s, answers = 0.0, [stream_of("a", "b")]
-    serve(lambda _: answers.pop(0))
+    now_s = 0.0
+    answers: list[httpx.Response | httpx.TransportError] = [stream_of("a", "b")]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if isinstance(given := answers.pop(0), httpx.TransportError):
+            raise given
+        return given
+
+    serve(answer)
     outages = ProxyOutages(lambda: now_s)
     traffic = Traffic("http://test", [BODY], outages, seed=0)
     await traffic.learn()
 
-    async def one(answer: httpx.Response) -> list[str]:
+    async def one(answer: httpx.Response | httpx.TransportError) -> list[str]:
         answers.append(answer)
         num_before = len(traffic.wrongs)
         await traffic.compare()
@@ -93,10 +100,15 @@ async def test_only_the_death_of_an_ingress_or_proxy_excuses_a_closed_connection
     assert await one(stream_of("ac")) == ["wrong tokens"]
     assert await one(stream_of("a", ends=False)) == ["cut off"]
     assert await one(httpx.Response(503, json={"error": "busy"})) == ["refused"]
-    outages.record_kill()
+    outages.record_kill("ingress")
+    now_s += 2
     assert await one(stream_of("a", ends=False)) == []
+    assert (outages.longest_s, outages.num_refused) == ({"ingress": 2}, {"ingress": 0})
     assert await one(stream_of("c", ends=False)) == ["wrong tokens"], "what came is not the beginning of the answer"
     assert await one(httpx.Response(503, json={"error": "busy"})) == ["refused"]
+    outages.record_kill("haproxy")
+    assert await one(httpx.ConnectError("refused")) == []
+    assert (outages.longest_s, outages.num_refused) == ({"ingress": 2, "haproxy": 0}, {"ingress": 0, "haproxy": 1})
     now_s += PROXY_OUTAGE_S + 1
     assert await one(stream_of("a", ends=False)) == ["cut off"]
     assert traffic.ended["answered"] == 1
@@ -146,7 +158,8 @@ async def test_what_was_acknowledged_must_be_there(
     if fault == "serves another source":
         registry.means = dict.fromkeys(registry.means, "a")
     await registrations.check({"prompt": "x"}, {"a": "as a", "b": "as b"})
-    assert bool(registrations.wrongs) == bool(fault), registrations.wrongs
+    assert registrations.wrongs == []
+    assert bool(registrations.lost) == bool(fault), registrations.lost
 
 
 def test_a_service_whose_processes_pile_up_has_grown() -> None:
@@ -215,30 +228,80 @@ async def test_each_deed_is_done_once_before_any_is_done_again() -> None:
     await events.run(6.0)
     assert sorted(done[:3]) == sorted(done[3:]) == ["a", "b", "c"]
     assert len(events.happened) == 4, "what was no longer there to be killed did not happen"
+    assert events.num_by_kind == {"a": 2, "c": 2}
 
 
 @pytest.mark.parametrize("has_database", [True, False])
-def test_a_database_that_is_not_there_is_left_alone(has_database: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_a_database_or_node_that_is_not_there_is_left_alone(has_database: bool, num_nodes: int) -> None:
     database: Any = object() if has_database else None
-    node: Any = SecondNode.__new__(SecondNode)
-    hub: Any = tmp_path
-    faults = Faults(0, node, database, hub, ProxyOutages(), random.Random(0)).faults
-    assert len(faults) == (16 if has_database else 14)
+    nodes: list[Any] = [object()] * (num_nodes - 1)
+    nothing: Any = None
+    faults = Faults(list, nodes, database, nothing, ProxyOutages(), nothing, random.Random(0)).faults
+    assert len(faults) == 12 + 2 * has_database + 2 * (num_nodes > 1)
     assert sum("database" in name for name in faults) == (2 if has_database else 0)
+    assert sum("raylet" in name for name in faults) == (2 if num_nodes > 1 else 0)
+
+
+def test_each_node_has_an_engine_and_an_ingress_and_a_single_one_two(tmp_path: Path) -> None:
+    def replicas(num_nodes: int) -> list[tuple[int, int | None]]:
+        deployments = settings(tmp_path, "http://hub/", num_nodes)["applications"][0]["deployments"]
+        return [(each["num_replicas"], each.get("max_replicas_per_node")) for each in deployments]
+
+    assert replicas(1) == [(2, None)] * 2
+    assert replicas(3) == [(3, 1)] * 2
+
+
+async def test_a_part_works_again_when_all_of_it_takes_requests(
+    serve: Callable[[Handler], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(recovery_module, "POLL_S", 0.001)
+    found = {"engine": [1], "placement": [2], "ingress": [3, 4]}
+    monkeypatch.setattr(recovery_module, "processes", lambda *_: found)
+    statuses = ["UP", "DOWN"]
+
+    async def haproxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readline() == b"show stat\n"
+        rows = [*((status, 1, 2) for status in statuses), ("UP", 0, 2), ("UP", 1, 1)]  # a backup, and the whole backend
+        writer.write("".join(["# status,act,type\n", *(f"{a},{b},{c}\n" for a, b, c in rows)]).encode())
+        writer.close()
+
+    replicas = [{"state": "running"}, {"state": "unreachable"}]
+    overview = {"replicas": replicas, "scaling_decisions": None}
+    serve(lambda request: httpx.Response(200, json=overview if "overview" in request.url.path else {"state": "LOADED"}))
+    now_s = 100.0
+    socket = tmp_path / "node" / "admin.sock"
+    socket.parent.mkdir()
+    async with await asyncio.start_unix_server(haproxy, socket):
+        recoveries = Recoveries("http://test", tmp_path, list, 2, "a", lambda: now_s)
+        assert await recoveries.working() == {"store", "haproxy"}
+        found["engine"] = [1, 5]
+        assert "engine" not in await recoveries.working(), "its process is there, and takes no requests"
+        recoveries.begin("engine", 90.0)
+        measuring = asyncio.create_task(recoveries.run())
+        assert await recoveries.settle(0.0) == {"engine", "ingress", "placement", "node"}
+        replicas[1]["state"] = "running"
+        while not recoveries.slowest_s:
+            await asyncio.sleep(0.001)
+        assert recoveries.slowest_s == {"engine": 10.0}
+        statuses[1], overview["scaling_decisions"] = "UP 1/2", []
+        assert await recoveries.settle(0.0) == set()
+        measuring.cancel()
+    socket.unlink(missing_ok=True)
+    assert await recoveries.working() == {"engine", "placement", "store", "haproxy"}, "HAProxy names no ingress"
 
 
 async def test_a_full_disk_is_one_for_the_store_alone_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "STOPPED_S", 0.05)
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as store:
         before = resource.prlimit(store.pid, resource.RLIMIT_FSIZE)
-        node: Any = SimpleNamespace(session_id=store.pid)
         nothing: Any = None
-        faults = Faults(store.pid, node, None, nothing, ProxyOutages(), random.Random(0))
+        faults = Faults(list, [], None, nothing, ProxyOutages(), nothing, random.Random(0))
         monkeypatch.setattr(events_module, "processes", lambda *_: {"store": [store.pid]})
         filling = asyncio.create_task(faults.faults["fill the store's disk"]())
         await asyncio.sleep(0)
         assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == (0, before[1])
-        assert await filling == str([store.pid])
+        assert await filling == str(store.pid)
         assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == before
         store.kill()
 
