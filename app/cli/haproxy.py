@@ -120,7 +120,7 @@ def main() -> None:
         if "-f" not in arguments:
             os.execv(binary, [binary, *arguments])
         file = Path(arguments[arguments.index("-f") + 1])
-        changed = _write_changed(file, os.environ)
+        changed = _write_changed(file, os.environ, is_reload="-sf" in arguments)
         if "-c" in arguments:  # only check it
             os.execv(binary, [binary, *(str(changed.file) if word == str(file) else word for word in arguments)])
         supervisor = Supervisor(binary, arguments, changed.file, changed.admin, str(file))
@@ -139,10 +139,10 @@ def haproxy_binary() -> str:
     return path
 
 
-def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str], *, was_up: bool = False) -> str:
+def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str], *, had_ingress: bool = False) -> str:
     """Ray's configuration with the changes of the module's docstring.
 
-    errors: files of complete HTTP answers by status (`_ERRORS`). was_up: whether an ingress was announced before.
+    errors: files of complete HTTP answers by status (`_ERRORS`). had_ingress: whether one was announced before.
     Raises UnknownConfiguration, or ValueError for an invalid trusted proxy.
     """
     changed = []
@@ -155,7 +155,6 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
             changed.append([re.sub(r"^(\s*bind )[*]?:", r"\g<1>127.0.0.1:", line) for line in section])
         else:
             changed.append(section)
-    has_app = any(re.match(r"\s*use_backend ", line) for section in changed for line in section)
     _change(changed, "global", _global)
     _change(changed, "defaults", lambda lines: _defaults(lines, errors))
     servers = [f"{section[0].split()[1]}/{name}" for section in changed for name in _ingresses(section)]
@@ -163,9 +162,9 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
     host, max_connections = environ.get(HTTP_HOST), _max_connections(changed)
     _change(changed, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted, max_connections, host))
     changed = [_with_json_404(section) for section in changed]
-    if not has_app:
+    if not _has_application(text):
         _change(changed, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
-    if not was_up:
+    if not had_ingress:
         changed = [_without_lone_fallback(section) for section in changed]
     changed = [_with_fallback_that_says_503(section) for section in changed]
     return "\n".join(line for section in changed for line in section) + "\n"
@@ -189,16 +188,21 @@ class _ChangedFile(NamedTuple):
     admin: Path
 
 
-def _write_changed(path: Path, environ: Mapping[str, str]) -> _ChangedFile:
-    """Write the changed copy beside Ray's file. Raises UnknownConfiguration, OSError, ValueError."""
-    text = path.read_text()
+def _write_changed(path: Path, environ: Mapping[str, str], *, is_reload: bool) -> _ChangedFile:
+    """Write the changed copy beside Ray's file. Raises UnknownConfiguration, OSError, ValueError.
+
+    Ray's next manager knows no application at first: until it does, which is a reload, those of the last one serve.
+    """
+    last = path.with_name("last.cfg")  # in this Ray node's own folder, so it is gone at the next start
+    text, had_ingress = path.read_text(), last.exists()
+    if had_ingress and not is_reload and not _has_application(text):
+        text = last.read_text()
     errors = {status: path.with_name(f"{status}.http") for status in _ERRORS}
     for status, file in errors.items():
         file.write_text(error_answer(status))
-    was_up = path.with_name("was_up")  # in this Ray node's own folder, so it is gone at the next start
-    changed = rewritten(text, errors, environ, was_up=was_up.exists())
+    changed = rewritten(text, errors, environ, had_ingress=had_ingress)
     if any(_ingresses(section) for section in _sections(text)):
-        was_up.touch()
+        last.write_text(text)
     found = re.search(r"^\s*stats socket (\S+)", changed, re.MULTILINE)
     if found is None:
         raise UnknownConfiguration("Ray's HAProxy configuration names no control socket")
@@ -206,6 +210,10 @@ def _write_changed(path: Path, environ: Mapping[str, str]) -> _ChangedFile:
     own = path.with_name(f"{os.getpid()}.cfg")
     own.write_text(changed.replace(str(admin), str(socket_of(admin.parent, os.getpid())), 1))
     return _ChangedFile(own, admin)
+
+
+def _has_application(text: str) -> bool:
+    return re.search(r"^\s*use_backend ", text, re.MULTILINE) is not None
 
 
 def _sections(text: str) -> list[_Section]:

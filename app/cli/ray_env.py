@@ -61,7 +61,7 @@ ONE_MACHINE_SWITCHES: tuple[tuple[str, str, str], ...] = (
 #: Only with HAProxy.
 HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     (HA_PROXY, "1", "connections end at the ingress: an eighth of the default proxy's CPU per token"),
-    ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "3", "three failed checks replace HAProxy's dead supervisor"),
+    ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1", "three failed checks replace HAProxy's dead supervisor"),
     ("RAY_SERVE_HAPROXY_NBTHREAD", "1", "a step's events wake one thread, not four; a token takes it about 25 us"),
     ("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", str(HA_PROXY_BUFFER_BYTES), "heads of 32 KiB, with an adapter's configuration"),
     (

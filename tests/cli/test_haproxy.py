@@ -190,7 +190,7 @@ def test_the_fallback_is_kept_once_an_ingress_was_there(write: Write) -> None:
     alone = re.sub(r"    server s30000 .*\n", "", text)
     assert " backup" in alone
     assert " backup" not in rewritten(alone, {}, {})
-    assert " backup" in rewritten(alone, {}, {}, was_up=True)
+    assert " backup" in rewritten(alone, {}, {}, had_ingress=True)
 
 
 async def test_an_application_that_is_being_stopped_is_a_503_and_no_404(write: Write) -> None:
@@ -211,6 +211,29 @@ async def test_an_application_that_is_being_stopped_is_a_503_and_no_404(write: W
             assert (answer_.status_code, answer_.headers["retry-after"]) == (503, "2")
             assert answer_.json()["error"]["code"] == "not_ready"
             assert (await http.get("/v1/models/nobody")).status_code == 404, "the application's own"
+
+
+async def test_a_new_manager_s_haproxy_serves_what_the_last_one_did_until_it_is_told(
+    write: Write, tmp_path: Path
+) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: bytes) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+
+    async with ingress(answer) as port, contextlib.AsyncExitStack() as doors:
+        first = await doors.enter_async_context(haproxy(write, port))
+        async with httpx.AsyncClient(base_url=first.url, timeout=120) as http:
+            assert (await http.get("/v1/models")).status_code == 200
+            child = child_of(tmp_path, first)
+            first.process.kill()
+            await first.process.wait()
+            async with asyncio.timeout(60):
+                while Path(f"/proc/{child}").exists():
+                    await asyncio.sleep(0.02)
+            second = await doors.enter_async_context(haproxy(write, port=first.port))  # without an application
+            assert (await http.get("/v1/models")).status_code == 200
+        await doors.enter_async_context(haproxy(write, port=first.port, takes_over=second))
+        async with httpx.AsyncClient(base_url=first.url, timeout=120) as http:
+            assert (await http.get("/v1/models")).status_code == 503, "there is no application any more"
 
 
 def test_that_an_ingress_was_there_is_remembered_beside_the_file(write: Write) -> None:
