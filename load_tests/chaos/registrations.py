@@ -94,6 +94,6 @@ class Registrations:
         if answer.status_code in (200, 201):
             self._may_mean[name] = {meaning}
             return True
-        if answer.status_code < 500:
+        if answer.status_code <= 500:  # 502 and 503 say that a part is away
             self.wrongs.append(f"{answer.request.method} {name}: {answer.status_code} {answer.text[:200]}")
         return False
