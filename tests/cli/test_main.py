@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -35,6 +36,13 @@ def test_fetch_says_what_it_has(demo_gguf: Path, tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert out.startswith("demo: llama, 30 layers of 576, digest ")
     assert str(demo_gguf) in out
+
+
+def test_make_can_do_what_its_head_names() -> None:
+    named = re.findall(r"^# make (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"serve", "test"} <= set(named)
+    done = subprocess.run(["make", "-n", *named], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.nightly
