@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
-from app.engine.config import Compute, CpuConfig, EngineConfig, EvictionPolicy, VllmConfig
+from app.engine.config import CpuConfig, EngineConfig, EvictionPolicy, VllmConfig
 from app.engine.errors import ConfigError
 from app.engine.models.download import model_download
 from app.model_names import ModelId, Name
@@ -396,7 +396,7 @@ class TenantsConfig(_Settings):
         default=None,
         description="Set by `bases`: the model.uri of the first base model, whose registry has the projects.",
     )
-    base_compute: Compute = Field(default="float32", description="Set by `bases`: the first base model's arithmetic.")
+    base_arithmetic: str = Field(default="float32", description="Set by `bases`: the first base model's arithmetic.")
     default_limits: DefaultLimitsConfig = Field(default_factory=DefaultLimitsConfig)
 
     prices: dict[ModelId, PriceConfig] = Field(
@@ -434,30 +434,34 @@ class AppConfig(_Settings):
         Its engine settings are the capacities that pins are checked against.
         """
         device = self.engine.device
-        tenants = TenantsConfig(base_uri=self.tenants.base_uri, base_compute=self.tenants.base_compute)
+        tenants = TenantsConfig(base_uri=self.tenants.base_uri, base_arithmetic=self.tenants.base_arithmetic)
         if isinstance(device, VllmConfig):
             slots = VllmConfig(python="unused", max_loras=device.max_loras, max_lora_rank=device.max_lora_rank)
             engine = EngineConfig(vllm=slots)
         else:
-            kept = CpuConfig(compute=device.compute) if isinstance(device, CpuConfig) else type(device)()
+            kept = (
+                CpuConfig(compute=device.compute, kv_cache_dtype=device.kv_cache_dtype)
+                if isinstance(device, CpuConfig)
+                else type(device)()
+            )
             engine = EngineConfig(**self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS))).on(kept)
         return AppConfig(model=self.model, adapters=self.adapters, engine=engine, tenants=tenants)
 
     @property
     def store_key(self) -> str:
         """Identifies a registry by its database and base model. A running store gets changes of other settings."""
-        return _store_key(self.adapters, self.model.uri, self.engine.compute)
+        return _store_key(self.adapters, self.model.uri, self.engine.arithmetic)
 
     @property
     def tenants_store_key(self) -> str:
         """The `store_key` of the registry that has the projects."""
         if self.tenants.base_uri is None:
             return self.store_key
-        return _store_key(self.adapters, self.tenants.base_uri, self.tenants.base_compute)
+        return _store_key(self.adapters, self.tenants.base_uri, self.tenants.base_arithmetic)
 
 
-def _store_key(adapters: AdaptersConfig, base_uri: str, compute: Compute) -> str:
-    parts = [registry_place(adapters), base_uri] + ([] if compute == "float32" else [compute])
+def _store_key(adapters: AdaptersConfig, base_uri: str, arithmetic: str) -> str:
+    parts = [registry_place(adapters), base_uri] + ([] if arithmetic == "float32" else [arithmetic])
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 

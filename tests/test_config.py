@@ -60,6 +60,7 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
     for values in (
         {"engine": {"num_kv_blocks": 64}},
         {"engine": {"lora_pool_rows": 64, "xla": {}}},
+        {"engine": {"cpu": {"kv_cache_dtype": "float32"}}},
         {"placement": {"policy": "least_loaded"}},
         {"adapters": {"roots": [str(tmp_path)], "preload": [{"name": "x", "path": "x"}], "host_cache_bytes": 1 << 20}},
         {"model": {"name": "other"}},
@@ -69,6 +70,7 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
         {"adapters": {"state_dir": str(tmp_path)}},
         {"model": {"uri": "/elsewhere"}},
         {"engine": {"cpu": {"compute": "int8"}}},
+        {"engine": {"cpu": {"kv_cache_dtype": "bfloat16"}}},
     ):
         assert load_config(values, environ={}).store_key != base.store_key, values
     urls = {
@@ -96,9 +98,10 @@ def test_a_store_knows_what_may_be_pinned(engine: dict[str, Any]) -> None:
     assert PinLimits.of(changed.for_store) == PinLimits.of(changed)
 
 
-def test_a_store_reads_adapters_for_the_arithmetic_of_its_engines() -> None:
-    config = load_config({"engine": {"cpu": {"compute": "int8", "num_threads": 2}}}, environ={})
-    assert config.for_store.engine.compute == "int8"
+@pytest.mark.parametrize("cpu", [{"compute": "int8"}, {"kv_cache_dtype": "bfloat16"}])
+def test_a_store_reads_adapters_for_the_arithmetic_of_its_engines(cpu: dict[str, str]) -> None:
+    config = load_config({"engine": {"cpu": {**cpu, "num_threads": 2}}}, environ={})
+    assert config.for_store.engine.arithmetic == config.engine.arithmetic != "float32"
     assert config.for_store.store_key == config.store_key
 
 

@@ -64,7 +64,7 @@ def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
         is_fetched = "://" in arguments.base  # its folder's name says little
         return replace(spec, name=arguments.base) if is_fetched else spec
     settings = read_settings(arguments.config)
-    model, spec = settings.model, in_arithmetic(_base_spec(settings.model.uri), settings.engine.compute)
+    model, spec = settings.model, in_arithmetic(_base_spec(settings.model.uri), settings.engine.arithmetic)
     return spec if model.name == spec.name else replace(spec, name=f"{model.name} ({spec.name})")
 
 

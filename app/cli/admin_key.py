@@ -93,7 +93,7 @@ def _open_registry(settings: AppConfig) -> Registry:
     from app.deployments.registry.registry import open_registry
     from app.engine.models.checkpoint import open_model
 
-    checkpoint = open_model(settings.model.uri, settings.model.name, settings.engine.compute)
+    checkpoint = open_model(settings.model.uri, settings.model.name, settings.engine.arithmetic)
     return open_registry(settings, checkpoint.spec.digest)
 
 

@@ -214,7 +214,8 @@ def _used_bytes(spec: ModelSpec, settings: AppConfig) -> dict[str, int]:
     """What it takes at most as it is used, by purpose."""
     engine, blocks, rows = settings.engine, settings.engine.num_kv_blocks, settings.engine.lora_pool_rows
     kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
-    kv = {} if spec.encoder else {kv_name: blocks * kv_block_bytes(spec, engine.block_size, _FLOAT32)}
+    block_bytes = kv_block_bytes(spec, engine.block_size, engine.section(CpuConfig).kv_value_bytes)
+    kv = {} if spec.encoder else {kv_name: blocks * block_bytes}
     return {**kv, f"rank rows: engine.lora_pool_rows {rows}": rows * rank_row_bytes(spec, _FLOAT32)}
 
 

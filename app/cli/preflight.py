@@ -114,7 +114,7 @@ def compile_kernels(settings: AppConfig, path: Path) -> None:
     other = multiprocessing.get_context("spawn").Process(target=_compile_others, args=(settings,))
     other.start()
     if settings.engine.cpu is not None:
-        checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.compute)
+        checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.arithmetic)
         with closing(new_engine(checkpoint, settings.engine)) as engine:
             warm_up(engine)
     other.join()
@@ -144,7 +144,7 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
     from app.engine.engine import max_model_len_of
     from app.engine.models.checkpoint import load_checkpoint
 
-    checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.compute)
+    checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.arithmetic)
     if checkpoint.needs_vllm and settings.engine.vllm is None:
         raise ConfigError(f"{checkpoint.needs_vllm}; set engine.vllm or take another checkpoint than {path}")
     max_model_len_of(settings.engine, checkpoint.spec)

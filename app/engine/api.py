@@ -71,7 +71,7 @@ class LLM:
         """Download the model if needed, and load it. `model`: a path or a source URI. SourceError, CheckpointError,
         ConfigError."""
         config = config or EngineConfig()
-        checkpoint = load_checkpoint(resolve_model(str(model), progress=progress)).computed_in(config.compute)
+        checkpoint = load_checkpoint(resolve_model(str(model), progress=progress)).computed_in(config.arithmetic)
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._engine = new_engine(checkpoint, config)

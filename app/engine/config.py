@@ -29,6 +29,7 @@ from app.engine.errors import ConfigError
 EvictionPolicy = Literal["lru", "lfu", "cost"]
 
 WeightDtype = Literal["auto", "float32", "int8"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16"]
 #: Arithmetic of the base model's products: `app.kernels.int8_matmul.reference` and its neighbour in `bf16_matmul`.
 Compute = Literal["float32", "int8", "bfloat16"]
 
@@ -71,6 +72,16 @@ class CpuConfig(_Section):
         "inputs to bfloat16, for processors with AMX. Each is a base model version of its own, with its "
         "own tenants and adapters.",
     )
+    kv_cache_dtype: KvCacheDtype = Field(
+        "auto",
+        description="Type of keys and values in KV memory: auto takes float32; bfloat16 takes half the bytes and "
+        "rounds. Sums stay in float32. Another type is a base model version of its own, as for compute.",
+    )
+
+    @property
+    def kv_value_bytes(self) -> int:
+        """Bytes of one number in KV memory."""
+        return 2 if self.kv_cache_dtype == "bfloat16" else 4
 
     @model_validator(mode="after")
     def _check_compute(self) -> Self:
@@ -303,8 +314,14 @@ class EngineConfig(BaseModel):
 
     @property
     def compute(self) -> Compute:
-        """The arithmetic of the base model's products, a part of its digest."""
+        """The arithmetic of the base model's products."""
         return self.cpu.compute if self.cpu is not None else "float32"
+
+    @property
+    def arithmetic(self) -> str:
+        """What answers are computed in, a part of the base model's digest: `compute`, and KV memory that rounds."""
+        rounds_kv = self.cpu is not None and self.cpu.kv_cache_dtype == "bfloat16"
+        return f"{self.compute}, KV in bfloat16" if rounds_kv else self.compute
 
     @property
     def rank_alignment(self) -> int:

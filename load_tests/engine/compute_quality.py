@@ -1,10 +1,11 @@
-"""Quality of each `engine.cpu.compute` beside float32: perplexity, divergence, and pass rates of the demo adapters.
+"""Quality of each `engine.cpu.compute`, and of KV memory in bfloat16, beside float32: perplexity, divergence, and pass
+rates of the demo adapters.
 
 The text is the documentation strings of Python's standard library, in windows of 256 tokens that see nothing before
 them. KL: of a rounded distribution from float32's, nats per token. Pass rates: greedy answers to each demo task's
 held-out prompts.
 
-    python -m load_tests.engine.compute_quality --tokens 100000 --prompts 80
+    python -m load_tests.engine.compute_quality --tokens 100000 --prompts 80 --only "float32, KV in bfloat16"
 
 `--llama-cpp PYTHON` (of an environment with llama-cpp-python) adds llama.cpp's perplexity of the same file.
 """
@@ -38,6 +39,9 @@ from load_tests.engine.steps import Piece, forward_batch, greedy
 from load_tests.stats import environment
 
 WINDOW = 256
+_COMPARED = (*(CpuConfig(compute=one) for one in get_args(Compute)), CpuConfig(kv_cache_dtype="bfloat16"))
+#: What is compared, by `EngineConfig.arithmetic`; float32 first.
+ARITHMETICS = {EngineConfig(cpu=cpu).arithmetic: cpu for cpu in _COMPARED}
 _ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 
 
@@ -74,10 +78,10 @@ def log_probabilities(backend: CpuBackend, window: NDArray[np.int32]) -> NDArray
     return found
 
 
-def config_of(compute: Compute) -> EngineConfig:
+def config_of(cpu: CpuConfig) -> EngineConfig:
     """An engine that gives the logits of every token of a window in one step."""
     return EngineConfig(
-        cpu=CpuConfig(compute=compute),
+        cpu=cpu,
         lora_pool_rows=0,
         max_loras=1,
         num_kv_blocks=WINDOW // 16,
@@ -86,14 +90,13 @@ def config_of(compute: Compute) -> EngineConfig:
     )
 
 
-def divergence(model: Path, num_tokens: int, llama_cpp: Path | None = None) -> str:
-    """A line for each rounded arithmetic with both perplexities and the divergence, and one for llama.cpp."""
-    checkpoint, backends = load_checkpoint(model), dict[Compute, CpuBackend]()
-    for compute in get_args(Compute):
-        backends[compute] = CpuBackend(checkpoint.spec, checkpoint.tensors(), config_of(compute))
-    losses: dict[Compute, list[Any]] = {compute: [] for compute in backends}
-    others = get_args(Compute)[1:]
-    distances, agree = ({compute: list[Any]() for compute in others} for _ in range(2))
+def divergence(model: Path, num_tokens: int, others: Sequence[str], llama_cpp: Path | None = None) -> str:
+    """A line for each of these rounded arithmetics with both perplexities and the divergence, and one for llama.cpp."""
+    checkpoint, backends = load_checkpoint(model), dict[str, CpuBackend]()
+    for name in ("float32", *others):
+        backends[name] = CpuBackend(checkpoint.spec, checkpoint.tensors(), config_of(ARITHMETICS[name]))
+    losses: dict[str, list[Any]] = {name: [] for name in backends}
+    distances, agree = ({name: list[Any]() for name in others} for _ in range(2))
     peer, peer_losses = None, list[float]()
     if llama_cpp is not None:
         log = Path(tempfile.gettempdir()) / "llama_cpp.log"
@@ -102,19 +105,19 @@ def divergence(model: Path, num_tokens: int, llama_cpp: Path | None = None) -> s
     for window in token_windows(model, num_tokens):
         if peer is not None:
             peer_losses += peer.losses(window.tolist())
-        found = {compute: log_probabilities(backend, window)[:-1] for compute, backend in backends.items()}
-        for compute, rows in found.items():
-            losses[compute].append(-rows[np.arange(WINDOW - 1), window[1:]].astype(np.float64))
+        found = {name: log_probabilities(backend, window)[:-1] for name, backend in backends.items()}
+        for name, rows in found.items():
+            losses[name].append(-rows[np.arange(WINDOW - 1), window[1:]].astype(np.float64))
         plain = found["float32"]
-        for compute in others:
-            rounded = found[compute]
-            distances[compute].append((np.exp(plain) * (plain - rounded)).sum(axis=1, dtype=np.float64))
-            agree[compute].append(plain.argmax(axis=1) == rounded.argmax(axis=1))
+        for name in others:
+            rounded = found[name]
+            distances[name].append((np.exp(plain) * (plain - rounded)).sum(axis=1, dtype=np.float64))
+            agree[name].append(plain.argmax(axis=1) == rounded.argmax(axis=1))
         if len(losses["float32"]) % 40 == 0:
             print("\n".join(_summary(one, losses, distances, agree) for one in others), file=sys.stderr)
     for backend in backends.values():
         backend.close()
-    lines = [_summary(compute, losses, distances, agree) for compute in others]
+    lines = [_summary(name, losses, distances, agree) for name in others]
     if peer is not None:
         peer.close()
         plain = np.concatenate(losses["float32"])
@@ -127,22 +130,21 @@ def divergence(model: Path, num_tokens: int, llama_cpp: Path | None = None) -> s
 
 
 def _summary(
-    compute: Compute, losses: dict[Compute, list[Any]], distances: dict[Compute, list[Any]],
-    agree: dict[Compute, list[Any]],
-) -> str:  # fmt: skip
-    plain, rounded = np.concatenate(losses["float32"]), np.concatenate(losses[compute])
-    kl, same = np.concatenate(distances[compute]), np.concatenate(agree[compute])
+    name: str, losses: dict[str, list[Any]], distances: dict[str, list[Any]], agree: dict[str, list[Any]]
+) -> str:
+    plain, rounded = np.concatenate(losses["float32"]), np.concatenate(losses[name])
+    kl, same = np.concatenate(distances[name]), np.concatenate(agree[name])
     change, error = np.mean(rounded - plain), np.std(rounded - plain) / len(plain) ** 0.5
     return (
         f"{len(plain)} tokens: perplexity {np.exp(plain.mean()):.3f} in float32, {np.exp(rounded.mean()):.3f} in "
-        f"{compute} ({100 * (np.exp(change) - 1):+.2f} %, standard error {100 * error:.2f}); KL {kl.mean():.5f} nats "
+        f"{name} ({100 * (np.exp(change) - 1):+.2f} %, standard error {100 * error:.2f}); KL {kl.mean():.5f} nats "
         f"per token, 99th percentile {np.percentile(kl, 99):.4f}; same most likely token {same.mean():.2%}"
     )
 
 
-def passes(model: Path, compute: Compute, num_prompts: int) -> dict[str, int]:
+def passes(model: Path, cpu: CpuConfig, num_prompts: int) -> dict[str, int]:
     """Passed held-out prompts of each demo task whose adapter belongs to this base."""
-    config = EngineConfig(cpu=CpuConfig(compute=compute), max_num_seqs=16, max_queued_requests=num_prompts)
+    config = EngineConfig(cpu=cpu, max_num_seqs=16, max_queued_requests=num_prompts)
     counts = {}
     with LLM(model, config) as llm:
         for name, recipe in RECIPES.items():
@@ -164,19 +166,21 @@ def _prompt(llm: LLM, system: str | None, before: Sequence[tuple[str, str]], pro
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Quality of the CPU engine's rounded products.")
+    parser = argparse.ArgumentParser(description="Quality of the CPU engine's rounded arithmetics.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--tokens", type=int, default=100_000, help="0: no perplexity")
     parser.add_argument("--llama-cpp", type=Path, help="Python of an environment with llama-cpp-python")
     parser.add_argument("--prompts", type=int, default=80, help="of each demo task; 0: no pass rates")
+    parser.add_argument("--only", choices=list(ARITHMETICS)[1:], help="this one beside float32; by default all")
     given = parser.parse_args()
+    others = [given.only] if given.only else list(ARITHMETICS)[1:]
     model = resolve_model(given.model)
     print(environment())
     if given.tokens:
-        print(divergence(model, given.tokens, given.llama_cpp), flush=True)
+        print(divergence(model, given.tokens, others, given.llama_cpp), flush=True)
     if given.prompts:
-        for compute in get_args(Compute):
-            print(f"{compute}: passed of {given.prompts}: {passes(model, compute, given.prompts)}", flush=True)
+        for name in ("float32", *others):
+            print(f"{name}: passed of {given.prompts}: {passes(model, ARITHMETICS[name], given.prompts)}", flush=True)
 
 
 if __name__ == "__main__":

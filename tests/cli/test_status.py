@@ -179,13 +179,16 @@ def test_ray_is_asked_where_a_service_of_this_machine_started_it(address: str, m
 
 def test_what_an_engine_takes_of_memory() -> None:
     spec, settings = fake_spec(), AppConfig.model_validate({"engine": {"num_kv_blocks": 64, "lora_pool_rows": 32}})
+    large = AppConfig.model_validate({"engine": {"num_kv_blocks": 1 << 22}})  # 2 GiB, taken as they are used
     lines = memory_lines(spec, settings, 10 << 30)
     assert lines[-1] == f"10.00 GiB of memory are available: room for {(10 << 30) // _total(lines)} such engines"
     assert any("num_kv_blocks 64, 1024 tokens at a time" in line for line in lines)
     assert any("rank rows: engine.lora_pool_rows 32" in line for line in lines)
+    narrow = AppConfig.model_validate({"engine": {"cpu": {"kv_cache_dtype": "bfloat16"}, "num_kv_blocks": 1 << 22}})
+    sizes = [_kv_gib(memory_lines(spec, each, 10 << 30)) for each in (large, narrow)]
+    assert sizes == [2.0, 1.0]
     encoder = replace(spec, encoder=EncoderSpec(512, 0, 2))
     assert not any("KV cache" in line for line in memory_lines(encoder, settings, 10 << 30)), "an encoder has none"
-    large = AppConfig.model_validate({"engine": {"num_kv_blocks": 1 << 22}})  # 2 GiB, taken as they are used
     assert "lower engine.num_kv_blocks" in memory_lines(spec, large, 1 << 30)[-1]
     assert "room for 1 such engine" in memory_lines(spec, large, 4 << 30)[-1]
     with pytest.raises(ConfigError, match=r"(?s)room for 0 such engines\n +lower engine.num_kv_blocks"):
@@ -232,6 +235,10 @@ def test_the_default_service_holds_hundreds_on_the_device_and_thousands_on_the_h
     on_device, on_host = adapter_lines(spec, settings)
     assert "at least 255 at a time" in on_device
     assert "2330 on queries and values alone" in on_host
+
+
+def _kv_gib(lines: list[str]) -> float:
+    return float(next(line for line in lines if "KV cache" in line).split()[0])
 
 
 def _total(lines: list[str]) -> int:

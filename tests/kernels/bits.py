@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.bf16_matmul import self_test
+from app.kernels.cast_bf16.reference import bfloat16_bits
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul import cpu, int8, pack_weights
@@ -61,8 +63,11 @@ def _deltas(generator: np.random.Generator) -> Iterator[Floats]:
         yield out
 
 
-def _attended(generator: np.random.Generator) -> Iterator[Floats]:
-    k_memory, v_memory = normal(generator, 8, 2, 32, 16), normal(generator, 8, 2, 16, 32)
+def _attended(generator: np.random.Generator, *, in_bf16: bool) -> Iterator[Floats]:
+    k_memory: NDArray[Any] = normal(generator, 8, 2, 32, 16)
+    v_memory: NDArray[Any] = normal(generator, 8, 2, 16, 32)
+    if in_bf16:
+        k_memory, v_memory = bfloat16_bits(k_memory), bfloat16_bits(v_memory)
     for num_queries in _BATCHES:
         starts, out = np.array([0, num_queries], np.int32), np.empty((num_queries, 6 * 32), np.float32)
         ThreadTeam(2).run(
@@ -80,7 +85,8 @@ def digests() -> str:
         "8-bit products": _products(np.random.default_rng(2), quantised=True),
         "products in bfloat16": _rounded_products(np.random.default_rng(5)),
         "LoRA deltas": _deltas(np.random.default_rng(3)),
-        "attention": _attended(np.random.default_rng(4)),
+        "attention": _attended(np.random.default_rng(4), in_bf16=False),
+        "attention over bfloat16": _attended(np.random.default_rng(6), in_bf16=True),
     }
     return "".join(
         f"{name}: {hashlib.sha256(b''.join(out.tobytes() for out in outs)).hexdigest()}\n"

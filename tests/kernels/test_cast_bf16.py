@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.cast_bf16 import reference
-from app.kernels.cast_bf16.cpu import round_rows, tasks_of
+from app.kernels.cast_bf16.cpu import round_rows, store_row, tasks_of, widen_row
 from tests.kernels.cases import normal
 from tests.seeds import rng
 
@@ -35,6 +35,27 @@ def test_the_definition_is_the_libraries() -> None:
     values = np.concatenate([EDGES, normal(rng(), 500), normal(rng(), 500) * np.float32(1e30)])
     expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
     np.testing.assert_array_equal(reference.bfloat16_bits(values), expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 64])
+def test_a_row_is_stored_rounded_or_as_it_is_and_read_again(size: int) -> None:
+    """Side by side and apart, as values and keys lie in KV memory; infinities and NaNs stay what they are."""
+    special = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)
+    row = np.concatenate([EDGES, special, normal(rng(), 64)])[rng().permutation(64)[:size]]
+    expected = reference.bfloat16_bits(row)
+    narrow, wide = np.full((2, 80, 3), 0xABCD, np.uint16), np.full((80, 3), 7, np.float32)
+    for out in (narrow[0].reshape(-1), narrow[1, :, 1]):
+        store_row(row, out)
+        np.testing.assert_array_equal(out[:size], expected)
+        assert (out[size:] == 0xABCD).all()
+    assert (narrow[1, :, ::2] == 0xABCD).all()
+    store_row(row, wide[:, 1])
+    np.testing.assert_array_equal(wide[:size, 1].view(np.uint32), row.view(np.uint32))
+    assert (wide[size:] == 7).all()
+    widened = np.full(80, 7, np.float32)
+    widen_row(expected, widened)
+    np.testing.assert_array_equal(widened[:size].view(np.uint32), expected.astype(np.uint32) << 16)
+    assert (widened[size:] == 7).all()
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 33])

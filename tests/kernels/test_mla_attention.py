@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from app.kernels.cast_bf16.reference import bfloat16_bits
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.mla_attention import cpu, reference, xla
 from app.kernels.paged_attention.cpu import attention_tasks
@@ -42,8 +43,9 @@ def _angles(generator: np.random.Generator) -> tuple[Floats, Floats]:
 
 
 def _step(
-    pieces: list[tuple[Sequence, int, int]], keys: Floats, rope: tuple[Floats, Floats], memory: Floats, scale: float
-) -> list[Floats]:
+    pieces: list[tuple[Sequence, int, int]], keys: Floats, rope: tuple[Floats, Floats], memory: NDArray[Any],
+    scale: float,
+) -> list[Floats]:  # fmt: skip
     """Tokens [first, end) of each sequence in one step; per piece the heads' sums of latents [end - first, N, R]."""
     num_heads = len(keys)
     counts = [end - first for _, first, end in pieces]
@@ -72,22 +74,31 @@ def _step(
     return [by_token[a:b] for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize("num_heads", [3, 16, 20])
-def test_equal_to_the_definition_in_one_piece_and_in_chunks_beside_others(num_heads: int) -> None:
+def test_equal_to_the_definition_in_one_piece_and_in_chunks_beside_others(num_heads: int, in_bf16: bool) -> None:
     generator = rng()
     rope, scale, length = _angles(generator), 0.2, 90
     keys, values = normal(generator, num_heads, OWN, RANK), normal(generator, num_heads, VALUE, RANK)
     blocks = generator.permutation(12).reshape(4, 3)
     mine, other = _made(generator, num_heads, length, blocks[0]), _made(generator, num_heads, length, blocks[1])
-    memory = np.full((12, 1, BLOCK, 48), np.nan, np.float32)
+    memory: NDArray[Any] = np.full((12, 1, BLOCK, 48), np.nan, np.float32)
     (whole,) = _step([(mine, 0, length)], keys, rope, memory, scale)
-
-    turned = [reference.rotate_neighbours(x, *(part[:length] for part in rope)) for x in (mine.latents[:, RANK:],)]
+    latents, turned = (
+        mine.latents[:, :RANK],
+        reference.rotate_neighbours(mine.latents[:, RANK:], *(part[:length] for part in rope)),
+    )
+    if in_bf16:
+        wide, memory = memory, bfloat16_bits(np.full_like(memory, np.nan))
+        (whole,) = _step([(mine, 0, length)], keys, rope, memory, scale)
+        np.testing.assert_array_equal(memory, bfloat16_bits(wide))
+        rows = memory[blocks[0], 0].reshape(-1, 48)[:length].astype(np.uint32) << 16
+        latents, turned = np.split(rows.view(np.float32)[:, : RANK + TURNED], [RANK], axis=1)
     heads = [part[:length, None] for part in rope]
     queries = np.concatenate(
         [mine.queries[..., :OWN], reference.rotate_neighbours(mine.queries[..., OWN:], *heads)], axis=2
     )
-    expected = reference.latent_attention(queries, mine.latents[:, :RANK], turned[0], keys, values, scale)
+    expected = reference.latent_attention(queries, latents, turned, keys, values, scale)
     found = np.einsum("tnr,nvr->tnv", whole.astype(np.float64), values)
     assert relative_error(found, expected) < 2e-6
 

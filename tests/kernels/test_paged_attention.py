@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from app.kernels.cast_bf16.reference import bfloat16_bits
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.paged_attention import cpu, reference
 from tests.kernels.cases import TOLERANCE, normal, relative_error
@@ -61,12 +62,16 @@ def _kernel(
     query_starts: NDArray[np.int32],
     seq_lens: NDArray[np.int32],
     tables: NDArray[np.int32],
+    *,
+    in_bf16: bool = False,
 ) -> NDArray[np.float32]:
     padded = -(-case.head_dim // 16) * 16
     k_memory = np.zeros((len(keys), case.kv_heads, padded, case.block_size), np.float32)
     v_memory = np.zeros((len(keys), case.kv_heads, case.block_size, padded), np.float32)
     k_memory[:, :, : case.head_dim] = keys.transpose(0, 1, 3, 2)
     v_memory[..., : case.head_dim] = values
+    if in_bf16:
+        k_memory, v_memory = bfloat16_bits(k_memory), bfloat16_bits(v_memory)
     out = np.full((len(q), case.heads * case.head_dim), np.nan, np.float32)
     ThreadTeam(2).run(
         cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
@@ -135,3 +140,22 @@ def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(case: Case)
             assert np.array_equal(out[counts[0] : counts[0] + counts[1]], whole[first:end])
             at = end
         assert at == length
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_in_bfloat16_gives_the_bits_of_its_numbers_in_float32(case: Case) -> None:
+    """In steps of all sizes; keys behind a sequence's end are NaN there, too."""
+    generator = rng()
+    for counts in ([1], [1, 1, 1], [16, 1, 17], [5, 40], [33, 1]):
+        lens = np.array([n + int(generator.integers(0, 60)) for n in counts], np.int32)
+        per_seq = -(-int(lens.max()) // case.block_size)
+        tables = generator.permutation(per_seq * len(counts)).reshape(len(counts), per_seq).astype(np.int32)
+        keys, values = _memory(generator, case, tables.size)
+        for block in tables[0, lens[0] // case.block_size :][:1]:
+            keys[block, :, lens[0] % case.block_size :] = np.nan
+        q = normal(generator, sum(counts), case.heads, case.head_dim)
+        found = _kernel(case, q, keys, values, _starts(counts), lens, tables, in_bf16=True)
+        rounded = [(bfloat16_bits(part).astype(np.uint32) << 16).view(np.float32) for part in (keys, values)]
+        np.testing.assert_array_equal(found, _kernel(case, q, rounded[0], rounded[1], _starts(counts), lens, tables))
+        assert np.isfinite(found).all()
+        assert (found != _kernel(case, q, keys, values, _starts(counts), lens, tables)).any()

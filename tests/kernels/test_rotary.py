@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from app.kernels.cast_bf16.reference import bfloat16_bits
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.rotary import cpu, reference, triton
 from tests.kernels.cases import normal
@@ -18,6 +19,7 @@ from tests.pairwise import pairwise
 from tests.seeds import rng
 
 EPS, POSITIONS, BLOCKS, BLOCK_SIZE = 1e-6, 40, 3, 16
+NARROW_NAN = 0x7FC0
 
 
 class Heads(NamedTuple):
@@ -56,8 +58,11 @@ def operands(
     )
 
 
-def run(form: str, given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate given.qkv in place; returns caches [blocks, kv_heads, block_size, D], NaN where nothing was written."""
+def run(form: str, given: Operands, memory: DTypeLike = np.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate given.qkv in place; returns caches [blocks, kv_heads, block_size, D], NaN where nothing was written.
+
+    memory: how the form "cpu" stores keys and values, in float32 or as bits of bfloat16.
+    """
     num, num_kv, dim = given.heads
     device, dtype = given.qkv.device, given.qkv.dtype
     if form == "cpu":
@@ -66,8 +71,9 @@ def run(form: str, given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         sizes = (num * dim, num_kv * dim, num_kv * dim)
         padded = [torch.nn.functional.pad(part, (0, 8)) for part in given.qkv.split(sizes, dim=1)]
         qkv = torch.cat(padded, dim=1).numpy()
-        k_memory = np.full((BLOCKS, num_kv, wide, BLOCK_SIZE), np.nan, np.float32)
-        v_memory = np.full((BLOCKS, num_kv, BLOCK_SIZE, wide), np.nan, np.float32)
+        fill = np.nan if memory is np.float32 else NARROW_NAN
+        k_memory = np.full((BLOCKS, num_kv, wide, BLOCK_SIZE), fill, memory)
+        v_memory = np.full((BLOCKS, num_kv, BLOCK_SIZE, wide), fill, memory)
         none = np.empty(0, np.float32)
         q_norm, k_norm = (none, none) if given.norms is None else (norm.numpy() for norm in given.norms)
         team = ThreadTeam(2)
@@ -76,8 +82,8 @@ def run(form: str, given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
             np.float32(EPS), k_memory, v_memory, num, num_kv, dim, q_size, kv_size,
         )  # fmt: skip
         team.close()
-        assert np.isnan(k_memory[:, :, dim:]).all()
-        assert np.isnan(v_memory[..., dim:]).all()
+        np.testing.assert_array_equal(k_memory[:, :, dim:], fill)
+        np.testing.assert_array_equal(v_memory[..., dim:], fill)
         assert not qkv[:, num * dim : q_size].any()
         given.qkv[:, : num * dim] = torch.from_numpy(qkv[:, : num * dim])
         return torch.from_numpy(k_memory[:, :, :dim].swapaxes(2, 3).copy()), torch.from_numpy(v_memory[..., :dim])
@@ -160,6 +166,18 @@ def test_a_token_has_the_same_bits_alone_and_among_others(form: str, dtype: torc
         block, offset = divmod(int(given.kv_slots[t]), BLOCK_SIZE)
         for one, all_of_them in zip(alone, together, strict=True):
             assert torch.equal(one[block, :, offset], all_of_them[block, :, offset])
+
+
+def test_keys_and_values_are_rounded_for_memory_in_bfloat16() -> None:
+    given = operands(9, Heads(6, 2, 24), 12, torch.float32, torch.device("cpu"), with_norm=True)
+    fresh = given._replace(qkv=given.qkv.clone())
+    wide = run("cpu", given)
+    narrow = run("cpu", fresh, np.uint16)
+    assert torch.equal(fresh.qkv, given.qkv)
+    for rounded, exact in zip(narrow, wide, strict=True):
+        written = ~np.isnan(exact.numpy())
+        np.testing.assert_array_equal(rounded.numpy()[written], bfloat16_bits(exact.numpy()[written]))
+        assert (rounded.numpy()[~written] == NARROW_NAN).all()
 
 
 def test_the_first_position_turns_nothing() -> None:

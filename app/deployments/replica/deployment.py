@@ -80,7 +80,7 @@ class EngineReplica:
         service = self._service = EngineService(
             adapters, time.time, max_queued_requests=config.engine.max_queued_requests, usage_recorder=recorder
         )
-        checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name, config.engine.compute)
+        checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name, config.engine.arithmetic)
         start_s = await self._start_engine(checkpoint, config.engine, started_s)
         pinned = LongPollValue(store.watch_pins, replica_id, Pins())
         await wait_for_pins(store, pinned, replica_id)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig
@@ -171,16 +172,16 @@ class CpuBackend(AdapterBackend):
         if self.limits.lora_pool_rows:
             self._rows.warm_up(self._team)
 
-    def _new_kv_memory(self) -> tuple[Floats, Floats]:
+    def _new_kv_memory(self) -> tuple[NDArray[Any], NDArray[Any]]:
         first = self.spec.layers[0].attention
+        in_bf16 = self._config.section(CpuConfig).kv_value_bytes == 2
+        dtype: DTypeLike = np.uint16 if in_bf16 else np.float32
         if first.latent is not None:
             shape = (len(self.spec.layers), self._config.num_kv_blocks, 1, self._config.block_size)
-            return np.zeros((*shape[:2], 1, 0, 0), np.float32), np.zeros(
-                (*shape, padded_width(first.latent.width)), np.float32
-            )
+            return np.zeros((*shape[:2], 1, 0, 0), dtype), np.zeros((*shape, padded_width(first.latent.width)), dtype)
         width, block_size = padded_width(first.head_dim), self._config.block_size
         blocks = (len(self.spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
-        return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
+        return np.zeros((*blocks, width, block_size), dtype), np.zeros((*blocks, block_size, width), dtype)
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self.spec, self._sizes

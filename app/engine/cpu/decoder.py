@@ -182,8 +182,8 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
 
     team, phase: see `app.kernels.machine.thread_team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L,
     blocks, kv_heads, block_size, D]; the step's keys and values are written there. MLA's latents are in v_memory, with
-    one head. If no adapter of the step has extra weights, `step.extra_runs` and `step.extra_slots` are empty, and the
-    operations that take them do the base model's arithmetic only.
+    one head. Both are float32, or bfloat16 in uint16. If no adapter of the step has extra weights, `step.extra_runs`
+    and `step.extra_slots` are empty, and the operations that take them do the base model's arithmetic only.
     """
     num_tokens, width, num_layers = step.token_ids.shape[0], weights.final_norm.shape[0], weights.layer_rope.shape[0]
     hidden = work.hidden[:num_tokens]

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.config import Compute
 from app.engine.errors import CheckpointError
 from app.engine.models.download.digest import base_digest, file_sha256
 from app.engine.models.download.model_download import resolve_model
@@ -51,28 +50,29 @@ class Checkpoint:
     needs_vllm: str = ""
     tensors_digest: str = ""
 
-    def computed_in(self, compute: Compute) -> Checkpoint:
+    def computed_in(self, arithmetic: str) -> Checkpoint:
         """This model, see `in_arithmetic`."""
-        return replace(self, spec=in_arithmetic(self.spec, compute))
+        return replace(self, spec=in_arithmetic(self.spec, arithmetic))
 
 
-def in_arithmetic(spec: ModelSpec, compute: Compute) -> ModelSpec:
-    """The spec with the arithmetic in its digest, so that nothing computed in one is used with another.
+def in_arithmetic(spec: ModelSpec, arithmetic: str) -> ModelSpec:
+    """The spec with the arithmetic (`EngineConfig.arithmetic`) in its digest: nothing computed in one is used with
+    another.
 
     KV blocks, adapters and everything registered for a base model belong to a digest; float32's is the files'.
     """
-    if compute == "float32":
+    if arithmetic == "float32":
         return spec
-    parts = [("files", spec.digest), ("compute", hashlib.sha256(compute.encode()).hexdigest())]
+    parts = [("files", spec.digest), ("compute", hashlib.sha256(arithmetic.encode()).hexdigest())]
     return replace(spec, digest=base_digest(parts))
 
 
-def open_model(uri: str, name: str, compute: Compute = "float32") -> Checkpoint:
+def open_model(uri: str, name: str, arithmetic: str = "float32") -> Checkpoint:
     """Open the base model at `uri` under this name, downloading it once per machine if necessary.
 
     Only `tensors` reads the weights. Raises SourceError, CheckpointError.
     """
-    return load_checkpoint(resolve_model(uri), name).computed_in(compute)
+    return load_checkpoint(resolve_model(uri), name).computed_in(arithmetic)
 
 
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:

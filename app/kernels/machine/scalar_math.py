@@ -26,6 +26,16 @@ def float_from_bits(typingctx, bits):
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def bits_from_float(typingctx, value):
+    """Reinterpret a float32 as uint32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
 @jit
 def exp_float32(x):
     """e**x, float32, within 2 ulp; a polynomial without branches or tables, so that loops over it vectorise.

@@ -7,13 +7,15 @@ another order of the sums would give a cached prefix other bits than a fresh one
 
 Scores are products of keys (as rows) with queries (as packed panels of sixteen columns, the heads of a token): latents
 lie in memory as values need them, and are not transposed. memory: [blocks, 1, block_size, W], W a multiple of 16, of
-which R + E numbers are used; R is a multiple of 16, too. Heads come in jobs of sixteen.
+which R + E numbers are used; R is a multiple of 16, too. It is float32, or bfloat16 in uint16, which is widened in
+groups of keys. Heads come in jobs of sixteen.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from app.kernels.cast_bf16.cpu import store_row, widen_row
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
@@ -52,7 +54,7 @@ def rotate_and_store(
             _turn(queries[t], at + key_size, rope_size, cos[position], sin[position])
         _turn(latents[t], kv_rank, rope_size, cos[position], sin[position])
         width = kv_rank + rope_size
-        memory[block, 0, kv_slots[t] - block * block_size, :width] = latents[t, :width]
+        store_row(latents[t, :width], memory[block, 0, kv_slots[t] - block * block_size])
         done += 1
         t = claim_piece(team, phase)
     return finish_phase(team, phase, num_tokens, done)
@@ -73,11 +75,11 @@ def _pack(queries, absorbed, start, end, first_head, group, num_tokens, key_size
 
 
 @jit
-def _attend(packed, first_visible, group, num_tokens, table, memory, by_key, scores, maxima, sums, acc):
+def _attend(packed, first_visible, group, num_tokens, table, memory, widened, by_key, scores, maxima, sums, acc):
     """One job of num_tokens * group rows; those of token i see keys below first_visible + i. acc / sums is the result.
 
-    packed: [panels, R + E, 16]; by_key: [KEYS, panels * 16], scores: [rows, KEYS], maxima, sums: scratch; acc:
-    [rows, R].
+    packed: [panels, R + E, 16]; widened: [KEYS, W] for memory in bfloat16, by_key: [KEYS, panels * 16], scores: [rows,
+    KEYS], maxima, sums: scratch; acc: [rows, R].
     """
     num_rows, width, kv_rank = num_tokens * group, packed.shape[1], acc.shape[1]
     num_panels, block_size, row_size = -(-num_rows // PANEL), memory.shape[2], memory.shape[3]
@@ -87,8 +89,11 @@ def _attend(packed, first_visible, group, num_tokens, table, memory, by_key, sco
     maxima[:num_rows] = np.float32(-np.inf)
     for base in range(0, end_key, KEYS):
         end_of_group = min(base + KEYS, end_key)
+        if memory.itemsize == 2:
+            for key in range(base, end_of_group):
+                widen_row(memory[table[key // block_size], 0, key % block_size], widened[key - base])
         for key in range(base, end_of_group, _STEP):
-            at = memory.ctypes.data + (table[key // block_size] * block_size + key % block_size) * row_size * 4
+            at = _latent(memory, table, key, widened, base)
             multiply_columns(
                 at, packed.ctypes.data, PANEL, width * PANEL, num_panels, width,
                 by_key.ctypes.data + (key - base) * by_key.strides[0], False, min(_STEP, end_of_group - key), row_size,
@@ -104,12 +109,21 @@ def _attend(packed, first_visible, group, num_tokens, table, memory, by_key, sco
                 acc.ctypes.data + row * kv_rank * 4, kv_rank,
             )  # fmt: skip
         for key in range(base, end_of_group, _STEP):
-            at = memory.ctypes.data + (table[key // block_size] * block_size + key % block_size) * row_size * 4
+            at = _latent(memory, table, key, widened, base)
             row = max(key + 1 - first_visible, 0) * group
             multiply_columns(
                 scores.ctypes.data + (row * KEYS + key - base) * 4, at, row_size, PANEL, kv_rank // PANEL,
                 min(_STEP, end_key - key), acc.ctypes.data + row * kv_rank * 4, True, num_rows - row, KEYS, kv_rank,
             )  # fmt: skip
+
+
+@jit
+def _latent(memory, table, key, widened, base):
+    """The address of a key's latent in float32."""
+    row_size, block_size = memory.shape[3], memory.shape[2]
+    if memory.itemsize == 2:
+        return widened.ctypes.data + (key - base) * row_size * 4
+    return memory.ctypes.data + (table[key // block_size] * block_size + key % block_size) * row_size * 4
 
 
 @jit
@@ -131,6 +145,7 @@ def latent_attention(
     by_key, scores = np.empty((KEYS, panels * PANEL), np.float32), np.empty((most, KEYS), np.float32)
     acc = np.empty((most, kv_rank), np.float32)
     maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
+    widened = np.empty((KEYS if memory.itemsize == 2 else 0, memory.shape[3]), np.float32)
     job = claim_piece(team, phase)
     while job < num_pieces:
         task, first_head = job // num_groups, job % num_groups * PANEL
@@ -139,7 +154,10 @@ def latent_attention(
         end = min(start + _TILE_TOKENS, query_starts[b + 1])
         first_visible = seq_lens[b] - (query_starts[b + 1] - start) + 1
         _pack(queries, absorbed, start, end, first_head, group, num_tokens, key_size, rope_size, scale, packed)
-        _attend(packed, first_visible, group, end - start, block_tables[b], memory, by_key, scores, maxima, sums, acc)
+        _attend(
+            packed, first_visible, group, end - start, block_tables[b], memory, widened, by_key, scores, maxima, sums,
+            acc,
+        )  # fmt: skip
         for row in range((end - start) * group):
             place = (first_head + row % group) * num_tokens + start + row // group
             for i in range(kv_rank):

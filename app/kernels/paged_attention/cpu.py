@@ -8,7 +8,8 @@ that the task's last query sees, all of the same sequence, are multiplied with i
 hold anything.
 
 k_memory is [blocks, kv_heads, D, block_size] (a vector of scores is a vector of neighbours), v_memory [blocks,
-kv_heads, block_size, D]. D is a multiple of 16, block_size too.
+kv_heads, block_size, D]. D is a multiple of 16, block_size too. Both are float32, or bfloat16 in uint16, whose
+numbers products widen: the bits are those of float32 memory with the same numbers.
 """
 
 from __future__ import annotations
@@ -47,22 +48,24 @@ def _attend(
     sums[:num_rows] = np.float32(0.0)
     maxima[:num_rows] = np.float32(-np.inf)
     keys, values = k_memory.ctypes.data, v_memory.ctypes.data
+    size = k_memory.itemsize
+    in_bf16 = size == 2
     for base in range(_first_key(first_visible, window), end_key, KEYS):
         end_of_group = min(base + KEYS, end_key)
         # Tokens that see any key of this group; `_first_token` skips those that come before a key.
         end_token = num_tokens
         if window > 0:
             end_token = min(base + KEYS + window - first_visible, num_tokens)
-        at = keys + _offset(k_memory, table, head, base, 1) * 4
+        at = keys + _offset(k_memory, table, head, base, 1) * size
         for key in range(base, end_of_group, _STEP):
             row = _first_token(key, first_visible) * group
-            following = values + _offset(v_memory, table, head, base, width) * 4
+            following = values + _offset(v_memory, table, head, base, width) * size
             if key + _STEP < end_of_group:
-                following = keys + _offset(k_memory, table, head, key + _STEP, 1) * 4
+                following = keys + _offset(k_memory, table, head, key + _STEP, 1) * size
             multiply_columns(
                 queries.ctypes.data + row * width * 4, at, block_size, 0, 1, width,
                 scores.ctypes.data + (row * KEYS + key - base) * 4, False, end_token * group - row, width, KEYS,
-                following - at,
+                following - at, in_bf16,
             )  # fmt: skip
             at = following
         for token in range(_first_token(base, first_visible), end_token):
@@ -81,13 +84,13 @@ def _attend(
         for key in range(base, end_of_group, _STEP):
             row, following = _first_token(key, first_visible) * group, after
             if key + _STEP < end_of_group:
-                following = values + _offset(v_memory, table, head, key + _STEP, width) * 4
+                following = values + _offset(v_memory, table, head, key + _STEP, width) * size
             elif end_of_group < end_key:
-                following = keys + _offset(k_memory, table, head, end_of_group, 1) * 4
+                following = keys + _offset(k_memory, table, head, end_of_group, 1) * size
             multiply_columns(
                 scores.ctypes.data + (row * KEYS + key - base) * 4, at, width, 16, width // 16,
                 min(_STEP, end_key - key), acc.ctypes.data + row * width * 4, True, end_token * group - row, KEYS,
-                width, following - at,
+                width, following - at, in_bf16,
             )  # fmt: skip
             at = following
 
@@ -138,7 +141,7 @@ def paged_attention(
         if next_job < num_pieces:
             next_head, next_b, _, next_visible = _task(next_job, num_kv_heads, tasks, query_starts, seq_lens)
             first_key = _first_key(next_visible, window)
-            after += _offset(k_memory, block_tables[next_b], next_head, first_key, 1) * 4
+            after += _offset(k_memory, block_tables[next_b], next_head, first_key, 1) * k_memory.itemsize
         end = min(start + _TILE_TOKENS, query_starts[b + 1])
         queries = all_queries[: (end - start) * group]
         for t in range(start, end):

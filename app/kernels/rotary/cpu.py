@@ -7,6 +7,7 @@ position only.
 
 from __future__ import annotations
 
+from app.kernels.cast_bf16.cpu import store_row
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.norms.cpu import normalise_row
@@ -42,9 +43,8 @@ def rotate_and_store_token(
             normalise_row(row, k_norm, eps, head_dim, row)
         _rotate(row, cos[position], sin[position])
         value = q_size + kv_size + head * head_dim
-        for i in range(head_dim):
-            k_memory[block, head, i, offset] = row[i]
-            v_memory[block, head, offset, i] = qkv[t, value + i]
+        store_row(row, k_memory[block, head, :, offset])
+        store_row(qkv[t, value : value + head_dim], v_memory[block, head, offset])
 
 
 @jit
@@ -56,7 +56,8 @@ def rotate_and_store(
 
     qkv: [T, >= q_size + 2 * kv_size] float32: q, k and v side by side, each slice padded to its size; positions: [T];
     kv_slots: [T]; cos, sin: [positions, rotary / 2]; q_norm, k_norm: [head_dim] or [0].
-    k_memory: [blocks, kv_heads, D, block_size], v_memory: [blocks, kv_heads, block_size, D], written in place.
+    k_memory: [blocks, kv_heads, D, block_size], v_memory: [blocks, kv_heads, block_size, D], float32 or bfloat16 in
+    uint16, written in place.
     """
     num_tokens, done = qkv.shape[0], 0
     t = claim_piece(team, phase)

@@ -1,8 +1,8 @@
 """The property: a request's tokens and log-probabilities are the same bits alone and in any batch.
 
 `batch_invariance.py` says which batches; zero differing bits are allowed, over at least `MIN_BATCHES` batches in all.
-Its weights are such that `auto` takes 8 bits for all of them, so all ways to store weights, and all arithmetics, are
-tested.
+Its weights are such that `auto` takes 8 bits for all of them, so all ways to store weights and KV memory, and all
+arithmetics, are tested.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         (CpuConfig(), None),
         pytest.param(CpuConfig(compute="int8"), None, marks=pytest.mark.nightly),
         pytest.param(CpuConfig(compute="bfloat16"), None, marks=pytest.mark.nightly),
+        pytest.param(CpuConfig(kv_cache_dtype="bfloat16"), None, marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), gemma_spec("gemma2")),
         (CpuConfig(weight_dtype="float32"), gemma_spec("gemma3_text")),
         (CpuConfig(), gemma_spec("gemma3_text")),
@@ -39,6 +40,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         (CpuConfig(weight_dtype="float32"), latent_spec()),
         pytest.param(CpuConfig(compute="int8"), latent_spec(), marks=pytest.mark.nightly),
         pytest.param(CpuConfig(compute="bfloat16"), latent_spec(), marks=pytest.mark.nightly),
+        pytest.param(CpuConfig(kv_cache_dtype="bfloat16"), latent_spec(), marks=pytest.mark.nightly),
         (CpuConfig(weight_dtype="float32"), sinks_spec()),
     ],
     ids=[
@@ -46,6 +48,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         "dense in 8 bits",
         "dense in integers",
         "dense in bfloat16",
+        "dense with KV in bfloat16",
         "gemma2",
         "gemma3",
         "gemma3 in 8 bits",
@@ -56,6 +59,7 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
         "latents",
         "latents in integers",
         "latents in bfloat16",
+        "latents with KV in bfloat16",
         "sinks",
     ],
 )

@@ -1,4 +1,5 @@
-"""`engine.cpu.compute`: int8 and bfloat16 come near float32, cover what they say, and are base models of their own."""
+"""`engine.cpu.compute`: int8 and bfloat16 come near float32, cover what they say, and are base models of their own; so
+is KV memory in bfloat16."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ from app.engine.pools.block_pool import root_hash
 from app.kernels.bf16_matmul import self_test as bf16_self_test
 from app.kernels.bf16_matmul.cpu import Bf16Panels
 from app.kernels.bf16_matmul.reference import to_bfloat16
+from app.kernels.cast_bf16.reference import bfloat16_bits
 from app.kernels.int8_matmul import self_test as int8_self_test
 from app.kernels.int8_matmul.cpu import DotPanels
 from app.kernels.int8_matmul.reference import GROUP, quantise_rows
 from app.kernels.machine.thread_team import ThreadTeam
 from tests.engine.adapters.parity import random_tokens
 from tests.engine.adapters.random_adapters import random_adapter
-from tests.engine.batch_invariance import dense_spec, grid_tensors, mixture_spec
+from tests.engine.batch_invariance import dense_spec, grid_tensors, latent_spec, mixture_spec
 from tests.engine.checkpoints import tiny_model
 from tests.engine.cuda.grids import on_grids, put_on_grids
 from tests.engine.encoders import save_adapter, save_encoder, tiny_encoder
@@ -110,6 +112,24 @@ def test_logits_are_those_of_transformers_with_rounded_inputs_and_near_float32(t
         assert _rms(found[compute][0] - expected) < 0.2 * _rms(found[compute][0] - found["float32"][0]), compute
         for exact, rounded in zip(found["float32"], found[compute], strict=True):
             assert 1e-4 < _rms(rounded - exact) / _rms(exact) < 0.1, compute
+
+
+@pytest.mark.nightly  # a minute of compilation
+@pytest.mark.parametrize("spec", [dense_spec(), latent_spec()], ids=["dense", "latents"])
+def test_kv_memory_in_bfloat16_has_float32s_numbers_rounded(spec: ModelSpec) -> None:
+    """The first layer's in every bit; logits come near."""
+    tokens = torch.from_numpy(rng().integers(3, 120, (1, 60)).astype(np.int32))
+    memory, logits = [], []
+    for cpu in (CpuConfig(), CpuConfig(kv_cache_dtype="bfloat16")):
+        backend = CpuBackend(spec, grid_tensors(spec, 3), CONFIG.on(cpu))
+        logits.append(served_logits(backend, [None], tokens)[0])
+        memory.append((backend._k_memory, backend._v_memory))
+        backend.close()
+    for wide, narrow in zip(*memory, strict=True):
+        assert narrow.nbytes * 2 == wide.nbytes
+        assert wide.size == 0 or wide[0].any()
+        np.testing.assert_array_equal(narrow[0], bfloat16_bits(wide[0]))
+    assert 1e-5 < _rms(logits[1] - logits[0]) / _rms(logits[0]) < 0.05
 
 
 @pytest.mark.nightly  # half a minute of compilation
@@ -195,8 +215,14 @@ def test_the_arithmetic_is_a_part_of_the_digest(tmp_path: Path) -> None:
     """So blocks of the KV memory have other keys, and adapters and tenants belong to one arithmetic."""
     tiny_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     plain = load_checkpoint(tmp_path)
-    assert EngineConfig().compute == EngineConfig(xla=XlaConfig()).compute == "float32"
-    assert open_model(str(tmp_path), plain.spec.name, EngineConfig().compute).spec == plain.spec
-    rounded = [open_model(str(tmp_path), plain.spec.name, config.compute).spec for config in (INT8, BF16)]
+    assert EngineConfig().arithmetic == EngineConfig(xla=XlaConfig()).arithmetic == "float32"
+    assert open_model(str(tmp_path), plain.spec.name, EngineConfig().arithmetic).spec == plain.spec
+    narrow_kv = [
+        CONFIG.on(config.section(CpuConfig).model_copy(update={"kv_cache_dtype": "bfloat16"}))
+        for config in (CONFIG, INT8, BF16)
+    ]
+    rounded = [
+        open_model(str(tmp_path), plain.spec.name, config.arithmetic).spec for config in (INT8, BF16, *narrow_kv)
+    ]
     assert all(spec == dataclasses.replace(plain.spec, digest=spec.digest) for spec in rounded)
-    assert len({root_hash(spec.digest, None, b"") for spec in (plain.spec, *rounded)}) == 3
+    assert len({root_hash(spec.digest, None, b"") for spec in (plain.spec, *rounded)}) == 6

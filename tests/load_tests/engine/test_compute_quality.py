@@ -11,7 +11,14 @@ import torch
 from app.engine.config import CpuConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
-from load_tests.engine.compute_quality import WINDOW, config_of, divergence, log_probabilities, token_windows
+from load_tests.engine.compute_quality import (
+    ARITHMETICS,
+    WINDOW,
+    config_of,
+    divergence,
+    log_probabilities,
+    token_windows,
+)
 from tests.engine.cpu.test_compute import save_on_grids
 from tests.engine.served import write_tokenizer
 
@@ -25,13 +32,14 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.from_numpy(windows.astype(np.int64))).logits, -1).numpy()
     checkpoint = load_checkpoint(tmp_path)
-    backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), config_of(CpuConfig().compute))
+    backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), config_of(CpuConfig()))
     for window, rows in zip(windows, expected, strict=True):
         np.testing.assert_allclose(log_probabilities(backend, window), rows, atol=1e-4)
     backend.close()
     losses = [-rows[np.arange(WINDOW - 1), window[1:]] for window, rows in zip(windows, expected, strict=True)]
-    lines = divergence(tmp_path, 2 * WINDOW + 9).splitlines()
-    assert [line.split(" in ")[2].split()[0] for line in lines] == ["int8", "bfloat16"]
+    lines = divergence(tmp_path, 2 * WINDOW + 9, list(ARITHMETICS)[1:]).splitlines()
+    names = [line.partition(" (")[0].split(" in ", 2)[2] for line in lines]
+    assert names == ["int8", "bfloat16", "float32, KV in bfloat16"]
     for line in lines:
         count, _, _, perplexity, *_ = line.split()
         assert int(count) == 510

@@ -40,7 +40,7 @@ MAX_INLINE_CHARS = 20_000
 
 def open_tokenizer_service(config: AppConfig) -> TokenizerService:
     """The tokenizer service of the configured base model. Raises SourceError, CheckpointError."""
-    checkpoint = open_model(config.model.uri, config.model.name, config.engine.compute)
+    checkpoint = open_model(config.model.uri, config.model.name, config.engine.arithmetic)
     has_memory = checkpoint.spec.encoder is None
     kv_tokens = has_memory * config.engine.num_kv_blocks * config.engine.block_size
     positions = checkpoint.spec.max_positions
