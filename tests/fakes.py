@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +105,7 @@ class FakeBackend:
         self._kv = [hash(("never written", i)) & _MASK for i in range(num_kv_slots)]
         self._rows = [0.5] * limits.lora_pool_rows
         self._runs: dict[int, tuple[int, int]] = {0: (0, 0)}
-        self.num_forwards = 0
+        self.num_forwards = self.num_trims = 0
         self.batches: list[ForwardBatch] = []
         self.keep_batches = False
         self.writes: list[tuple[int, int, int]] = []  # (forwards before it, adapter slot, bytes)
@@ -145,6 +145,18 @@ class FakeBackend:
 
     def release_adapter(self, adapter_slot: int) -> None:
         self.releases.append(adapter_slot)
+
+    def trim_memory(
+        self, kept_blocks: Collection[int], kept_rows: Collection[tuple[int, int]], should_stop: Callable[[], bool], /
+    ) -> bool:
+        """Forget what need not be kept."""
+        assert not should_stop()
+        self.num_trims += 1
+        block_size = self._limits.block_size
+        self._kv = [value if i // block_size in kept_blocks else 3 for i, value in enumerate(self._kv)]
+        kept = {row for first, end in kept_rows for row in range(first, end)}
+        self._rows = [value if row in kept else 0.5 for row, value in enumerate(self._rows)]
+        return True
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self.fail_at is not None and self.num_forwards >= self.fail_at:

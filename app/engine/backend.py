@@ -6,7 +6,7 @@ NumPy in, NumPy out. One thread calls it, except for `prepare_adapter`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,15 @@ class Backend(Protocol):
 
         Raises AdapterWriteFailed, before anything is computed, if a write it waited for failed; from then on `is_ready`
         raises for that slot.
+        """
+        ...
+
+    def trim_memory(
+        self, kept_blocks: Collection[int], kept_rows: Collection[tuple[int, int]], should_stop: Callable[[], bool], /
+    ) -> bool:
+        """Give back the system's memory of other KV blocks and rank rows (first, end); False if this device cannot.
+
+        No sequence runs. `should_stop` is asked often, so that the next step need not wait.
         """
         ...
 

@@ -150,12 +150,9 @@ class Engine:
         self._meter = EngineMeter()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.enable_prefix_caching)
         self._adapters = AdapterPool(
-            limits.lora_pool_rows,
-            limits.rank_alignment,
-            limits.max_loras,
-            limits.extra_weights_bytes,
+            limits.lora_pool_rows, limits.rank_alignment, limits.max_loras, limits.extra_weights_bytes,
             config.lora_eviction_policy,
-        )
+        )  # fmt: skip
         self._check = RequestValidator(
             self.spec, self._adapters.limits, limits, merged, self.max_model_len, has_grammars=grammars is not None
         )
@@ -329,6 +326,11 @@ class Engine:
         if self._compiler is not None:
             self._compiler.close()
         self._backend.close()
+
+    def trim_memory(self, should_stop: Callable[[], bool], *, keeps_prefixes: bool) -> bool:
+        """Give back memory without prefix or adapter while nothing runs; see `Backend.trim_memory`."""
+        rows = [(each.row_start, each.row_start + each.num_rows) for each in self._adapters.residents()]
+        return self._backend.trim_memory(self._blocks.used_blocks(keeps_prefixes=keeps_prefixes), rows, should_stop)
 
     def check(self) -> None:
         """Assert that every block, row, reference and request is accounted for; for tests, between steps."""

@@ -1,4 +1,4 @@
-"""The thread that owns a device: it steps an engine while there is work and sleeps otherwise.
+"""The thread that owns a device: it steps an engine while there is work, and otherwise gives memory back and sleeps.
 
 Each step's chunks go to `on_chunks`, called on this thread; a failure goes to `on_failure`, once. Every submitted
 request gets a last chunk and every adapter command an answer, also when the engine fails or the thread is stopped. The
@@ -30,6 +30,10 @@ HUNG_FACTOR = 50
 NUM_STEPS = 64
 #: The age of a step is sampled once a second. A longer gap than this is time in which this process did not run.
 LONGEST_GAP_S = 2.0
+#: An engine without work for so long gives memory back; short pauses between bursts should not cost page faults.
+TRIM_AFTER_S = 30.0
+#: After this time its cached prefixes go, too; the next requests with them compute them again.
+FORGET_AFTER_S = 600.0
 
 
 class EngineThread:
@@ -135,8 +139,7 @@ class EngineThread:
         try:
             while not self._stopping:
                 if not engine.has_work:
-                    self._wake.wait()
-                    self._wake.clear()
+                    self._sleep()
                     continue
                 self._steps.begin()
                 chunks = engine.step()
@@ -153,6 +156,16 @@ class EngineThread:
             failure.__cause__ = error
             engine.shut_down(failure)
             self._fail(failure)
+
+    def _sleep(self) -> None:
+        """Wait for work, and give memory back meanwhile."""
+        for idle_s, keeps_prefixes in ((TRIM_AFTER_S, True), (FORGET_AFTER_S - TRIM_AFTER_S, False)):
+            if self._wake.wait(idle_s):
+                break
+            if not self._engine.trim_memory(self._wake.is_set, keeps_prefixes=keeps_prefixes):
+                break
+        self._wake.wait()
+        self._wake.clear()
 
     def _shut_down(self) -> None:
         chunks = self._engine.shut_down(EngineFailure("the engine was stopped"))

@@ -103,7 +103,7 @@ class _RecordingBackend:
         self._backend = backend
         self.spec, self.limits, self.compile_s = backend.spec, backend.limits, 0.0
         self.prepare_adapter, self.is_ready = backend.prepare_adapter, backend.is_ready
-        self.release_adapter, self.close = backend.release_adapter, backend.close
+        self.release_adapter, self.trim_memory, self.close = backend.release_adapter, backend.trim_memory, backend.close
         self._rank_of: dict[int, int] = {}
         self._num_written = 0
         self.step = Step(0, 0, 0, 0, 0, 0.0)  # the last one, without its seconds

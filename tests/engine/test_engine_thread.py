@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from app.engine import engine_thread
 from app.engine.adapters.card import AdapterRef
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
@@ -91,6 +93,52 @@ def test_an_idle_engine_takes_no_steps_and_wakes_at_once() -> None:
     forwards = backend.num_forwards
     time.sleep(0.05)
     assert backend.num_forwards == forwards
+    assert thread.stop(timeout_s=120)
+
+
+def test_an_idle_engine_gives_memory_back_once_and_keeps_prefixes_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "TRIM_AFTER_S", 0.05)
+    listener = Listener()
+    thread, backend = start(listener)
+    adapters = [fake_adapter("a", 8), fake_adapter("b", 16), None]
+    for turn in range(3):
+        before = backend.num_trims
+        for name, adapter in zip("abc", adapters, strict=True):
+            request = fake_request(f"{name}{turn}", range(3, 40), adapter, sampling=endless(30))
+            thread.submit(request, adapter)
+            listener.wait(partial(listener.ended, request.request_id))
+            tokens = [token for chunk in listener.chunks[request.request_id] for token in chunk.token_ids]
+            assert tokens == [line.token_id for line in fake_tokens(request, adapter)]
+        deadline = time.monotonic() + 60
+        while backend.num_trims == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        after = backend.num_trims
+        time.sleep(0.2)
+        assert before < backend.num_trims == after
+    stats = thread.stats()
+    assert stats.num_cached_tokens == 2 * 3 * 32, "the prefixes of the later turns"
+    assert stats.num_adapter_writes == 2
+    assert thread.stop(timeout_s=120)
+
+
+def test_an_engine_that_is_idle_for_long_forgets_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "TRIM_AFTER_S", 0.02)
+    monkeypatch.setattr(engine_thread, "FORGET_AFTER_S", 0.04)
+    listener = Listener()
+    thread, backend = start(listener)
+    for name in ("r", "s"):
+        before = backend.num_trims
+        request = fake_request(name, range(3, 40))
+        thread.submit(request)
+        listener.wait(partial(listener.ended, name))
+        tokens = [token for chunk in listener.chunks[name] for token in chunk.token_ids]
+        assert tokens == [line.token_id for line in fake_tokens(request, None)]
+        deadline = time.monotonic() + 60
+        while thread.stats().num_blocks_cached and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert backend.num_trims > before
+    assert thread.stats().num_cached_tokens == 0
     assert thread.stop(timeout_s=120)
 
 

@@ -5,6 +5,8 @@ The engine chooses slots and rows. A write is complete when it returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
@@ -58,3 +60,13 @@ class AdapterBackend:
         """See `Backend.release_adapter`."""
         self._extras.release(adapter_slot)
         self._rows.release(adapter_slot)
+
+    def trim_memory(
+        self,
+        kept_blocks: Collection[int],  # noqa: ARG002
+        kept_rows: Collection[tuple[int, int]],
+        should_stop: Callable[[], bool],
+    ) -> bool:
+        """See `Backend.trim_memory`: rank rows."""
+        self._rows.trim(kept_rows, should_stop)
+        return True

@@ -7,7 +7,7 @@ engine decides which rows and blocks are used; `weights` decides how weights lie
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,14 @@ class CpuBackend(AdapterBackend):
     def logits(self, num_rows: int) -> Floats:
         """The last step's logits [num_rows, vocab_size], for tests; valid until the next step."""
         return self._work.logits[:num_rows, : self.spec.vocab_size]
+
+    def trim_memory(
+        self, kept_blocks: Collection[int], kept_rows: Collection[tuple[int, int]], should_stop: Callable[[], bool], /
+    ) -> bool:
+        """See `Backend.trim_memory`."""
+        size = self._config.block_size * self._token_bytes
+        self._kv_pages.trim([(block * size, (block + 1) * size) for block in kept_blocks], should_stop)
+        return super().trim_memory(kept_blocks, kept_rows, should_stop)
 
     def close(self) -> None:
         """End the threads and drop every array."""

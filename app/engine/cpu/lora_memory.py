@@ -9,7 +9,7 @@ counts them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,11 @@ class LoraMemory:
     def release(self, adapter_slot: int) -> None:
         """Free the memory of the slot's experts."""
         self._experts.release(adapter_slot)
+
+    def trim(self, kept_rows: Collection[tuple[int, int]], should_stop: Callable[[], bool]) -> None:
+        """Give back the memory of other rank rows; see `PagePrefaulter.trim`."""
+        size = self._row_bytes
+        self._pages.trim([(first * size, end * size) for first, end in kept_rows], should_stop)
 
     def close(self) -> None:
         """Take no more memory."""

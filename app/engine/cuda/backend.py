@@ -169,6 +169,10 @@ class CudaBackend:
         logits: NDArray[np.float32] = self._logits[:num_rows].cpu().numpy()
         return logits
 
+    def trim_memory(self, *_: object) -> bool:
+        """See `Backend.trim_memory`: the device's memory is reserved at start."""
+        return False
+
     def close(self) -> None:
         """Stop the threads and release every tensor."""
         if hasattr(self, "_tables"):

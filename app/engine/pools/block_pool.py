@@ -145,12 +145,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _unused = self._free.popitem(last=False)
-            published = self._published[block]
-            if published is not None:
-                del self._by_hash[published[0]]
-                self._published[block] = None
-                self._num_cached -= 1
-                self._cached_prefixes.drop(block)
+            self._forget(block)
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
@@ -180,6 +175,19 @@ class BlockPool:
                 else:
                     self._num_cached += 1
 
+    def used_blocks(self, *, keeps_prefixes: bool = True) -> list[int]:
+        """Blocks that are referenced or hold a cached prefix, which is forgotten without `keeps_prefixes`.
+
+        Orders the others: the lowest are handed out first.
+        """
+        if not keeps_prefixes:
+            for block in self._free:
+                self._forget(block)
+        unused = sorted(block for block in self._free if self._published[block] is None)
+        for block in reversed(unused):
+            self._free.move_to_end(block, last=False)
+        return sorted(set(range(self.num_blocks)).difference(unused))
+
     def num_refs(self) -> list[int]:
         """References per block."""
         return list(self._num_refs)
@@ -192,6 +200,14 @@ class BlockPool:
             assert published is None or self._by_hash[published[0]] == block
         assert len(self._by_hash) == sum(1 for entry in self._published if entry is not None)
         assert self._num_cached == sum(1 for block in self._free if self._published[block] is not None)
+
+    def _forget(self, block: int) -> None:
+        """The prefix that a free block holds, if there is one."""
+        if (published := self._published[block]) is not None:
+            del self._by_hash[published[0]]
+            self._published[block] = None
+            self._num_cached -= 1
+            self._cached_prefixes.drop(block)
 
 
 class CachedPrefixes:

@@ -140,6 +140,10 @@ class AdapterSlots:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:  # noqa: ARG002
         raise AssertionError("vLLM computes its own batches")
 
+    def trim_memory(self, *_: object) -> bool:
+        """See `Backend.trim_memory`: vLLM's memory is its own."""
+        return False
+
     def close(self) -> None:
         self._process.close()
         self.fail()

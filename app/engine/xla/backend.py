@@ -156,6 +156,10 @@ class JaxBackend:
         assert isinstance(text, str)
         return text
 
+    def trim_memory(self, *_: object) -> bool:
+        """See `Backend.trim_memory`: the device's memory is reserved at start."""
+        return False
+
     def close(self) -> None:
         """Stop compiling and release every array."""
         self.programs.stop()

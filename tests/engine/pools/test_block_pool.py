@@ -73,6 +73,19 @@ def test_prefixes_outlive_their_sequence_and_the_tail_goes_first() -> None:
     pool.check()
 
 
+def test_unused_blocks_are_handed_out_from_the_lowest_on_and_the_others_stay() -> None:
+    pool = BlockPool(8, 8)
+    held = pool.allocate(7)
+    assert held is not None
+    pool.publish(held[1], chain([b"a"])[0], b"a")
+    for block in (held[4], held[1], held[0], held[5], held[2]):
+        pool.release([block])
+    assert pool.used_blocks() == [held[1], held[3], held[6]]
+    pool.check()
+    assert pool.allocate(6) == [held[0], held[2], held[4], held[5], 7, held[1]], "the cached one last"
+    assert pool.used_blocks() == list(range(8))
+
+
 def test_nothing_is_found_when_sharing_is_off() -> None:
     pool = BlockPool(2, 8, share=False)
     blocks = pool.allocate(1)
@@ -109,6 +122,9 @@ def test_every_block_is_accounted_for(num_blocks: int, data: st.DataObject) -> N
                 if data.draw(st.booleans()):
                     pool.publish(blocks[index], hashes[index], tokens[index])
             holders.append((blocks, tokens))
+        if data.draw(st.booleans()):
+            used = pool.used_blocks()
+            contents = [kept if block in used else None for block, kept in enumerate(contents)]
         pool.check()
         refs = [0] * num_blocks
         for blocks, tokens in holders:
