@@ -82,7 +82,7 @@ class CpuBackend(AdapterBackend):
         base = PackedModules(spec, self._weights)
         base.log_storage()
         self._extras = AdapterExtras(spec, base, config.max_loras, self._team)
-        with compile_lock():
+        with compile_lock(self._weights, self._sizes, self._rows.tables, self._extras.tables, self._k_memory):
             self._warm_up()
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:

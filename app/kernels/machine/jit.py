@@ -54,12 +54,15 @@ event.register("numba:compile", _compiling)
 
 
 @contextmanager
-def compile_lock() -> Iterator[None]:
-    """Held by one process of the machine at a time: another one that starts meanwhile finds the kernels cached."""
+def compile_lock(*arguments: object) -> Iterator[None]:
+    """Held by one process of the machine that compiles a kernel for arguments of these types: another one that starts
+    meanwhile finds it cached.
+    """
     folder = Path(numba.config.CACHE_DIR)
     folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(str(numba.typeof(arguments)).encode()).hexdigest()[:16]
     until_s = time.monotonic() + _WAIT_S
-    with (folder / "lock").open("w") as file:
+    with (folder / f"{key}.lock").open("w") as file:
         while time.monotonic() < until_s:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

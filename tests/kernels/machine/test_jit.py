@@ -205,14 +205,15 @@ def test_one_process_compiles_for_the_others(monkeypatch: pytest.MonkeyPatch) ->
     order = []
 
     def other() -> None:
-        with module.compile_lock():
+        with module.compile_lock(2.0):
             order.append("other")
 
     thread = threading.Thread(target=other)
-    with module.compile_lock():
+    with module.compile_lock(1.0):
         thread.start()
         thread.join(0.3)
-        order.append("first")
+        with module.compile_lock("of another type"):
+            order.append("first")
     thread.join(60)
     assert order == ["first", "other"]
     monkeypatch.setattr(module, "_WAIT_S", 0.0)
