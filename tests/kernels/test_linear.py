@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -12,11 +14,11 @@ from numpy.typing import NDArray
 from app.kernels.activation.reference import Activation
 from app.kernels.extra_weights.cpu import ExtraTables, empty_tables
 from app.kernels.linear import reference
-from app.kernels.linear.cpu import LinearExtras, gate_and_up, project
+from app.kernels.linear.cpu import LinearExtras, LinearLora, gate_and_up, project
 from app.kernels.linear.reference import ModuleAdapter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL, pack
-from app.kernels.sgmv.cpu import ModuleRows, adapter_runs, shrink, shrink_tasks
+from app.kernels.sgmv.cpu import ModuleRows, adapter_runs, shrink_tasks
 from app.kernels.sgmv.prefetch import NextShrink
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, NARROW, PLACES, no_rows, write
@@ -42,16 +44,11 @@ class Modules:
     held: list[Floats] = field(default_factory=list)
     held_rows: list[NDArray[np.uint8]] = field(default_factory=list)
 
-    def shrunk(self, team: ThreadTeam, x: Floats, runs: NDArray[np.int64]) -> Floats:
-        """A x for every module that the row's adapter has; NaN elsewhere."""
-        h = np.full((len(x), 3, 128), np.nan, np.float32)
-        if len(runs):
-            team.run(shrink, 1, x, self.rows, shrink_tasks(runs), 128, h)
-        return h
-
-    def upcoming(self) -> NextShrink:
-        """Some shrink that is said to follow: it changes what memory is asked for, and no result."""
-        return NextShrink(self.rows.a[:, :1], self.rows.ranks[:, :1], np.array([DEPTH]), self.rows.in_bf16)
+    def lora(self, runs: NDArray[np.int64], num_tokens: int) -> LinearLora:
+        """`upcoming` is some shrink that is said to follow: it changes what memory is asked for, and no result."""
+        upcoming = NextShrink(self.rows.a[:, :1], self.rows.ranks[:, :1], np.array([DEPTH]), self.rows.in_bf16)
+        h = np.full((num_tokens, 3, 128), np.nan, np.float32)
+        return LinearLora(self.rows, upcoming, runs, shrink_tasks(runs), 128, h)
 
     def own(self, runs: NDArray[np.int64], out: Floats) -> LinearExtras:
         return LinearExtras(
@@ -134,8 +131,8 @@ def run_project(
         out[:, : start.shape[1]], out[:, start.shape[1] :] = start, 0.0
     team = ThreadTeam(threads)
     team.run(
-        project, 1, x, np.concatenate([pack(part) for part in made.weights]), bias, start is not None,
-        made.shrunk(team, x, runs), made.rows, runs, made.upcoming(), made.own(runs, out), out,
+        project, 2, x, np.concatenate([pack(part) for part in made.weights]), bias, start is not None,
+        made.lora(runs, len(x)), made.own(runs, out), out,
     )  # fmt: skip
     team.close()
     return out
@@ -172,8 +169,8 @@ def test_gate_and_up_are_the_definition_row_by_row(case: str, activation: Activa
     wide, out = np.full((len(x), 64), np.nan, np.float32), np.full((len(x), 32), np.nan, np.float32)
     team = ThreadTeam(2)
     team.run(
-        gate_and_up, 1, x, np.concatenate([pack(part) for part in made.weights]), made.bias, made.shrunk(team, x, runs),
-        made.rows, runs, made.upcoming(), made.own(runs, wide), activation == "gelu_tanh", wide, out,
+        gate_and_up, 2, x, np.concatenate([pack(part) for part in made.weights]), made.bias, made.lora(runs, len(x)),
+        made.own(runs, wide), activation == "gelu_tanh", wide, out,
     )  # fmt: skip
     team.close()
     biases = made.bias[:32], made.bias[32:]
@@ -182,6 +179,30 @@ def test_gate_and_up_are_the_definition_row_by_row(case: str, activation: Activa
     )
     # A product and an activation follow each other.
     assert relative_error(out, expected) < 3 * TOLERANCE["float32"]
+
+
+def test_a_product_begins_before_the_shrink_has_ended_and_expands_afterwards() -> None:
+    """Another thread holds the shrink's first piece until this one multiplies; only then is h complete."""
+    made, (runs, slots) = modules(QKV, with_extras=False), runs_of([(4, 4), (5, 6)])
+    x, width = normal(rng(), len(slots), DEPTH), sum(-(-width // PANEL) * PANEL for width in QKV)
+    w, bias = np.concatenate([pack(part) for part in made.weights]), np.zeros(0, np.float32)
+    expected, out = np.full((2, len(x), width), np.nan, np.float32)
+    whole, late = made.lora(runs, len(x)), made.lora(runs, len(x))
+    ThreadTeam(1).run(project, 2, x, w, bias, False, whole, made.own(runs, expected), expected)
+    team = np.zeros((2, 16), np.int64)
+    team[0, 0] = 1
+    thread = threading.Thread(
+        target=project, args=(team, 0, x, w, bias, False, late, made.own(runs, out), out), daemon=True
+    )
+    thread.start()
+    until = time.monotonic() + 60
+    while team[1, 0] == 0:
+        assert time.monotonic() < until, "the product waits for the shrink"
+        time.sleep(0.001)
+    late.h[:] = whole.h
+    team[0, 8] += 1
+    thread.join(60)
+    assert np.array_equal(out, expected)
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:

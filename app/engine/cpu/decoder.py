@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, rows_at, upcoming_of
+from app.engine.cpu.lora_views import LoraView, lora_at
 from app.engine.cpu.mla import LATENT_PHASES, MlaTables, MlaWeights, MlaWorkspace, latent_attention_block
 from app.engine.cpu.moe import EXPERT_PHASES, ExpertTables, ExpertWeights, MoeWorkspace, expert_feed_forward
 from app.kernels.extra_weights.cpu import (
@@ -39,7 +39,6 @@ from app.kernels.machine.jit import jit
 from app.kernels.matmul.int8 import Stack, embed, layer_panels
 from app.kernels.norms.cpu import normalise_and_add
 from app.kernels.paged_attention.cpu import paged_attention
-from app.kernels.sgmv.cpu import shrink
 from app.kernels.softcap.cpu import cap_rows, scale_rows
 
 Floats = NDArray[np.float32]
@@ -228,19 +227,15 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     """hidden += o(attention(qkv(norm(hidden)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, normed, qkv = work.hidden[:num_tokens], work.normed[:num_tokens], work.qkv[:num_tokens]
-    attended, shrunk, saved = work.attended[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
-    runs, tasks, slots = step.runs, step.shrink_tasks, step.extra_slots
-    rows, norms, rope = tables.qkv, extras.norms[layer], weights.layer_rope[layer]
-    rows_qkv, rows_o = rows_at(rows, layer), rows_at(tables.o, layer)
+    attended, saved, slots = work.attended[:num_tokens], work.saved[:num_tokens], step.extra_slots
+    norms, rope, rows, rows_o = extras.norms[layer], weights.layer_rope[layer], tables.qkv, tables.o
 
     phase = rms_norm_with_extras(
         team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms[:, ATTENTION_NORM], slots, normed
     )
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, normed, rows_qkv, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, rows_qkv, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), qkv,
+        team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False,
+        lora_at(rows, layer, layer, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), qkv,
     )  # fmt: skip
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
     if sizes.whole_norm:
@@ -258,14 +253,12 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         weights.sinks[layer], step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, k_memory,
         v_memory, attended,
     )  # fmt: skip
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, attended, rows_o, tasks, step.widest_rank, shrunk)
     # Without a norm after o, its sums start from the residual: no separate addition.
     own = work.projected[:num_tokens] if sizes.post_norms else hidden
     phase = project(
-        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms, shrunk,
-        rows_o, runs, upcoming_of(tables.o, layer),
-        LinearExtras(extras, layer, tables.o.first, step.extra_runs, saved), own,
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms,
+        lora_at(rows_o, layer, layer, step, work), LinearExtras(extras, layer, rows_o.first, step.extra_runs, saved),
+        own,
     )  # fmt: skip
     if sizes.post_norms:
         phase = normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
@@ -305,28 +298,22 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
     """
     num_tokens = step.token_ids.shape[0]
     hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]
-    gated, shrunk, saved = work.gated[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
-    runs, tasks, norms = step.runs, step.shrink_tasks, extras.norms[layer, :, MLP_NORM]
+    gated, saved, norms = work.gated[:num_tokens], work.saved[:num_tokens], extras.norms[layer, :, MLP_NORM]
     rows, rows_down = tables.gate_up, tables.down
-    own_rows, own_down = rows_at(rows, place), rows_at(rows_down, place)
 
     phase = rms_norm_with_extras(
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, normed, own_rows, tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
-        team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place], shrunk, own_rows, runs,
-        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), sizes.gelu, gate_up,
-        gated,
+        team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place],
+        lora_at(rows, place, place, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved),
+        sizes.gelu, gate_up, gated,
     )  # fmt: skip
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, gated, own_down, tasks, step.widest_rank, shrunk)
     later = min(place + 1, rows_down.upcoming.ranks.shape[0] - 1)
     own = work.projected[:num_tokens] if sizes.post_norms else hidden
     phase = project(
-        team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms, shrunk,
-        own_down, runs, upcoming_of(rows_down, later),
+        team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms,
+        lora_at(rows_down, place, later, step, work),
         LinearExtras(extras, layer, rows_down.first, step.extra_runs, saved), own,
     )  # fmt: skip
     if sizes.post_norms:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, rows_at, upcoming_of
+from app.engine.cpu.lora_views import LoraView, lora_at
 from app.kernels.encoder_attention.cpu import bidirectional_attention
 from app.kernels.gelu.cpu import gelu
 from app.kernels.layer_norm.cpu import embed_normed, layer_norm
 from app.kernels.linear.cpu import LinearExtras, project
 from app.kernels.machine.jit import jit
 from app.kernels.matmul.int8 import Stack, layer_panels
-from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
@@ -122,24 +121,19 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
     """states = norm(hidden + o(attention(qkv(states)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, states, qkv = work.hidden[:num_tokens], work.states[:num_tokens], work.qkv[:num_tokens]
-    attended, shrunk, saved = work.attended[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
-    runs, tasks, rows, rows_o = step.runs, step.shrink_tasks, tables.qkv, tables.o
-    own, own_o = rows_at(rows, layer), rows_at(rows_o, layer)
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
+    attended, saved, rows, rows_o = work.attended[:num_tokens], work.saved[:num_tokens], tables.qkv, tables.o
     phase = project(
-        team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, own, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), qkv,
+        team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False,
+        lora_at(rows, layer, layer, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), qkv,
     )  # fmt: skip
     phase = bidirectional_attention(
         team, phase, qkv, sizes.q_size, sizes.q_size, sizes.head_dim, sizes.scale, step.query_starts, step.longest,
         attended,
     )  # fmt: skip
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, attended, own_o, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own_o, runs,
-        upcoming_of(rows_o, layer), LinearExtras(extras, layer, rows_o.first, step.extra_runs, saved), hidden,
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True,
+        lora_at(rows_o, layer, layer, step, work), LinearExtras(extras, layer, rows_o.first, step.extra_runs, saved),
+        hidden,
     )  # fmt: skip
     norm = weights.attention_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
@@ -150,21 +144,15 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     """states = norm(hidden + down(gelu(up(states)))), every product with its LoRA."""
     num_tokens = step.token_ids.shape[0]
     hidden, states, up = work.hidden[:num_tokens], work.states[:num_tokens], work.up[:num_tokens]
-    activated, shrunk, saved = work.activated[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
-    runs, tasks, rows, rows_down = step.runs, step.shrink_tasks, tables.up, tables.down
-    own, own_down = rows_at(rows, layer), rows_at(rows_down, layer)
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
+    activated, saved, rows, rows_down = work.activated[:num_tokens], work.saved[:num_tokens], tables.up, tables.down
     phase = project(
-        team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk, own, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), up,
+        team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False,
+        lora_at(rows, layer, layer, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), up,
     )  # fmt: skip
     phase = gelu(team, phase, up, activated)
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, activated, own_down, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk, own_down,
-        runs, upcoming_of(rows_down, min(layer + 1, sizes.num_layers - 1)),
+        team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True,
+        lora_at(rows_down, layer, min(layer + 1, sizes.num_layers - 1), step, work),
         LinearExtras(extras, layer, rows_down.first, step.extra_runs, saved), hidden,
     )  # fmt: skip
     norm = weights.mlp_norm[layer]

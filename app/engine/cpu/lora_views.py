@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.linear.cpu import LinearExtras, project
+from app.kernels.linear.cpu import LinearExtras, LinearLora, project
 from app.kernels.machine.jit import jit
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.matmul.int8 import layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows
-from app.kernels.sgmv.cpu import ModuleRows, shrink
+from app.kernels.sgmv.cpu import ModuleRows
 from app.kernels.sgmv.prefetch import NextShrink
 
 
@@ -41,28 +41,22 @@ class LoraView(NamedTuple):
 
 
 @jit
-def rows_at(rows, place):
-    """One layer's rows."""
-    return ModuleRows(rows.a[place], rows.b[place], rows.ranks[place], rows.num_panels, rows.in_bf16)
-
-
-@jit
-def upcoming_of(rows, place):
-    """One layer of what a product prefetches."""
+def lora_at(rows, place, later, step, work):
+    """One layer's rows, with a step's runs. later: the layer of the shrink that follows."""
     upcoming = rows.upcoming
-    return NextShrink(upcoming.a[place], upcoming.ranks[place], upcoming.depths, upcoming.in_bf16)
+    return LinearLora(
+        ModuleRows(rows.a[place], rows.b[place], rows.ranks[place], rows.num_panels, rows.in_bf16),
+        NextShrink(upcoming.a[later], upcoming.ranks[later], upcoming.depths, upcoming.in_bf16),
+        step.runs, step.shrink_tasks, step.widest_rank, work.shrunk,
+    )  # fmt: skip
 
 
 @jit
 def single_product(team, phase, layer, place, x, stack, bias, rows, extras, step, work, out):
     """out = x @ w with the LoRA of a linear module with one target. One phase, and one more with adapters."""
-    num_tokens = x.shape[0]
-    shrunk, saved, own = work.shrunk[:num_tokens], work.saved[:num_tokens], rows_at(rows, place)
-    if step.runs.shape[0] > 0:
-        phase = shrink(team, phase, x, own, step.shrink_tasks, step.widest_rank, shrunk)
     return project(
-        team, phase, x, layer_panels(stack, place), bias, False, shrunk, own, step.runs, upcoming_of(rows, place),
-        LinearExtras(extras, layer, rows.first, step.extra_runs, saved), out,
+        team, phase, x, layer_panels(stack, place), bias, False, lora_at(rows, place, place, step, work),
+        LinearExtras(extras, layer, rows.first, step.extra_runs, work.saved[: x.shape[0]]), out,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.cpu.lora_views import LoraView, lora_at, padded_width, rows_of_layer, single_product
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
 from app.kernels.linear.cpu import LinearExtras, project
@@ -21,7 +21,6 @@ from app.kernels.matmul.int8 import Stack, layer_panels
 from app.kernels.mla_attention.cpu import bring_heads_together, latent_attention, rotate_and_store
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, shrink_pairs
 from app.kernels.moe_lora.routing import Pairs, empty_pairs, sort_pairs
-from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
@@ -166,13 +165,11 @@ def _by_head(team, phase, layer, x, stack, no_biases, rows, step, scratch, out):
 @jit
 def _output(team, phase, layer, attended, weights, tables, extras, step, work):
     """hidden += o(attended)."""
-    num_tokens, rows, runs, own = attended.shape[0], tables.o, step.runs, rows_at(tables.o, layer)
-    hidden, shrunk, saved = work.hidden[:num_tokens], work.shrunk[:num_tokens], work.saved[:num_tokens]
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, attended, own, step.shrink_tasks, step.widest_rank, shrunk)
+    num_tokens, rows = attended.shape[0], tables.o
     return project(
-        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own, runs,
-        upcoming_of(rows, layer), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), hidden,
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True,
+        lora_at(rows, layer, layer, step, work),
+        LinearExtras(extras, layer, rows.first, step.extra_runs, work.saved[:num_tokens]), work.hidden[:num_tokens],
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.lora_views import LoraView, padded_width, rows_at, rows_of_layer, single_product, upcoming_of
+from app.engine.cpu.lora_views import LoraView, lora_at, padded_width, rows_of_layer, single_product
 from app.engine.models.linear_modules import stacked_modules
 from app.engine.models.spec import ModelSpec
 from app.kernels.extra_weights.cpu import MLP_NORM, rms_norm_with_extras
@@ -20,7 +20,6 @@ from app.kernels.machine.jit import jit
 from app.kernels.matmul.int8 import Stack, layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
 from app.kernels.moe_lora.routing import Pairs, combine, empty_pairs, gather_pairs, route, sort_pairs
-from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
@@ -130,20 +129,16 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
     """Compute the shared expert of every token, and its gate, into the shared scratch."""
     num_tokens, mixture, scratch = step.token_ids.shape[0], weights.experts, work.experts
     normed, gated = work.normed[:num_tokens], scratch.shared_gated[:num_tokens]
-    shrunk, saved = work.shrunk[:num_tokens], work.saved[:num_tokens]
-    runs, rows = step.runs, tables.experts.shared_gate_up
-    own = rows_at(rows, place)
+    saved, rows = work.saved[:num_tokens], tables.experts.shared_gate_up
     if scratch.gates.shape[0] > 0:
         phase = single_product(
             team, phase, layer, place, normed, mixture.shared_gate, mixture.no_bias, tables.experts.shared_gate, extras,
             step, work, scratch.gates[:num_tokens],
         )  # fmt: skip
-    if runs.shape[0] > 0:
-        phase = shrink(team, phase, normed, own, step.shrink_tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
-        team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias, shrunk, own, runs,
-        upcoming_of(rows, place), LinearExtras(extras, layer, rows.first, step.extra_runs, saved), sizes.gelu,
-        scratch.shared_gate_up[:num_tokens], gated,
+        team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias,
+        lora_at(rows, place, place, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved),
+        sizes.gelu, scratch.shared_gate_up[:num_tokens], gated,
     )  # fmt: skip
     return single_product(
         team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, extras,

@@ -94,17 +94,28 @@ def claim_piece(team, phase):
 @jit
 def finish_phase(team, phase, num_pieces, num_done):
     """Report this thread's finished pieces and wait until all are done. Returns the next phase."""
-    at = team.ctypes.data + (phase * 16 + _DONE) * 8
+    report_pieces(team, phase, num_done)
+    await_pieces(team, phase, num_pieces)
+    return phase + 1
+
+
+@jit
+def report_pieces(team, phase, num_done):
+    """Report this thread's finished pieces. The phase after next must not start before `await_pieces`."""
     if num_done > 0:
-        _add(at, num_done)
-    spins = 0
+        _add(team.ctypes.data + (phase * 16 + _DONE) * 8, num_done)
+
+
+@jit
+def await_pieces(team, phase, num_pieces):
+    """Wait until all pieces of this phase are done."""
+    at, spins = team.ctypes.data + (phase * 16 + _DONE) * 8, 0
     while _load(at) < num_pieces:
         if spins < _SPINS:
             spins += 1
             _pause()
         else:
             _offer_core()
-    return phase + 1
 
 
 @jit

@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import BYTES_AHEAD, multiply_tile
-from app.kernels.machine.thread_team import claim_piece, count_pieces, finish_phase, piece
+from app.kernels.machine.thread_team import (
+    await_pieces,
+    claim_piece,
+    count_pieces,
+    finish_phase,
+    piece,
+    report_pieces,
+)
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 #: Rank rows of one panel of a: an adapter's rows start at a multiple of this.
@@ -80,8 +87,16 @@ def shrink(team, phase, x, rows, tasks, widest, h):
     """h[t, n, :rank] = A_n x[t] for the modules n of `ModuleRows`, which share the input. One phase.
 
     x: [T, d_in]. tasks: [J, 3] int64 (first token, end token, adapter slot), see `shrink_tasks`. widest: at least the
-    largest rank among them. h: [T, >= N, W] written in place, W a multiple of 8 and at least the largest rank.
+    largest rank among them. h: [>= T, >= N, W] written in place, W a multiple of 8 and at least the largest rank.
     """
+    num_pieces = begin_shrink(team, phase, x, rows, tasks, widest, h)
+    await_pieces(team, phase, num_pieces)
+    return phase + 1
+
+
+@jit
+def begin_shrink(team, phase, x, rows, tasks, widest, h):
+    """`shrink` without the wait for other threads. Returns the number of pieces, for `await_pieces`."""
     num_modules, depth, done = rows.ranks.shape[1], x.shape[1], 0
     x_row, h_row, h_module = x.strides[0] // 4, h.strides[0] // 4, h.strides[1] // 4
     step = _PIECE_PANELS * RANK_PANEL
@@ -104,14 +119,15 @@ def shrink(team, phase, x, rows, tasks, widest, h):
             )  # fmt: skip
         done += 1
         index = claim_piece(team, phase)
-    return finish_phase(team, phase, num_pieces, done)
+    report_pieces(team, phase, done)
+    return num_pieces
 
 
 @jit
 def expand_panels(h, n, rows, runs, first, end, out, out_panel):
     """out[t, 16 * (out_panel + first) ...] += B_n h[t, n] for panels first to end of module n. One thread.
 
-    h: [T, >= N, W]. rows: `ModuleRows`. runs: [G, 3] int64 (first token, end token, adapter slot). out: [T, ...] in
+    h: [>= T, >= N, W]. rows: `ModuleRows`. runs: [G, 3] int64 (first token, end token, adapter slot). out: [T, ...] in
     place; it holds the base product.
     """
     h_row, h_module, out_row = h.strides[0] // 4, h.strides[1] // 4, out.strides[0] // 4
