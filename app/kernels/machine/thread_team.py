@@ -101,7 +101,7 @@ def finish_phase(team, phase, num_pieces, num_done):
 
 @jit
 def report_pieces(team, phase, num_done):
-    """Report this thread's finished pieces. The phase after next must not start before `await_pieces`."""
+    """Report this thread's finished pieces. What reads the results of the phase calls `await_pieces` first."""
     if num_done > 0:
         _add(team.ctypes.data + (phase * 16 + _DONE) * 8, num_done)
 
