@@ -207,8 +207,7 @@ def world(folder: Path, port: int, num_nodes: int) -> Iterator[World]:
             for node in nodes:
                 stack.callback(node.end)
                 node.start()
-            for node in nodes:
-                node.wait_until_joined()
+                node.wait_until_joined()  # two that start at once choose the same sockets
             service.process.send_signal(signal.SIGCONT)
             service.wait_for("Ready after", timeout_s=600)
             yield World(service, nodes, database, hub)

@@ -65,7 +65,8 @@ class WorkerNode:
         """Wait for the node that was started. Raises TimeoutError with what it printed."""
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while JOINED not in (printed := self._log.read_text(errors="replace")):
-            if time.monotonic() > deadline_s:
+            assert self._process is not None, "it was started"
+            if time.monotonic() > deadline_s or self._process.poll() is not None:
                 raise TimeoutError(f"a node did not join within {JOIN_TIMEOUT_S:g} s:\n{printed}")
             time.sleep(0.1)
 
