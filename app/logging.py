@@ -57,11 +57,16 @@ def start_log(config: LogsConfig, process: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
-        print(f"polylora: cannot write the log {path}: {error.strerror}", file=sys.stderr)
+        _report(path, error)
         return path
     handler.setFormatter((_Json if config.format == "json" else _Text)(process))
     logger.addHandler(handler)
     return path
+
+
+def _report(path: Path, error: OSError) -> None:
+    with suppress(OSError):  # Ray's logs, where stderr goes, may be on the same disk
+        print(f"polylora: cannot write the log {path}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 class _LogFile(WatchedFileHandler):
@@ -76,7 +81,7 @@ class _LogFile(WatchedFileHandler):
         except OSError:  # a moved or removed file is opened again before the line is written
             self.handleError(record)
         if self._error is not None and before is None:
-            print(f"polylora: cannot write the log {self.baseFilename}: {self._error.strerror}", file=sys.stderr)
+            _report(Path(self.baseFilename), self._error)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

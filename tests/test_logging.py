@@ -149,6 +149,18 @@ def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path: Path, capsys: pyte
     assert [line.rpartition(" ")[2] for line in (tmp_path / FILE).read_text().splitlines()] == ["room"]
 
 
+def test_a_full_disk_may_hold_ray_s_logs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    full = open("/dev/full", "w", buffering=1, encoding="utf-8")  # noqa: SIM115 -- closing it fails
+    with monkeypatch.context() as streams:
+        streams.setattr(sys, "stderr", full)
+        start_log(LogsConfig(folder=str(tmp_path)), "store")
+        logging.getLogger("app.x").info("lost")
+        start_log(LogsConfig(folder="/dev/full/logs"), "store")
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+
+
 def test_a_folder_that_is_gone_costs_the_log_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
