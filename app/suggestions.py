@@ -18,55 +18,12 @@ _MIN_CHARS_OF_A_PART = 4
 _STEM = 4
 #: Parts that say too little about a setting to be compared.
 _COMMON = frozenset({"max", "min", "num", "per", "s", "ms", "adapter", "adapters", "lora"})
-#: Settings that had another name before 0.1.0, by that name; to be deleted with 0.1.0.
-FORMER_NAMES = {
-    "adapter_eviction": "lora_eviction_policy",
-    "adapter_extra_bytes": "extra_weights_bytes",
-    "adapter_rank_rows": "lora_pool_rows",
-    "adapter_wait_s": "adapter_load_timeout_s",
-    "adapter_write_bytes_per_step": "lora_load_bytes_per_step",
-    "batch_streams": "batch_concurrency",
-    "days": "retention_days",
-    "deterministic": "batch_invariant",
-    "down_part": "scale_down_utilization",
-    "downloader": "custom_fetcher",
-    "drain_s": "target_drain_s",
-    "form": "kernel_backend",
-    "hold_s": "scale_down_window_s",
-    "kept": "storage",
-    "max_adapter_slots": "max_loras",
-    "max_batch_sequences": "max_num_seqs",
-    "max_batch_tokens": "max_num_batched_tokens",
-    "max_context": "max_model_len",
-    "max_kv": "max_kv_utilization",
-    "max_rows": "max_lora_utilization",
-    "max_waiting": "max_queued_requests",
-    "max_waiting_for_adapters": "max_pending_cold_requests",
-    "max_waiting_per_adapter": "max_pending_requests_per_adapter",
-    "memory_fraction": "gpu_memory_utilization",
-    "min_homes": "min_replicas_per_adapter",
-    "pinned_share": "max_pinned_fraction",
-    "prefill_step_ms": "target_step_ms",
-    "prefix_aware": "prefix_affinity",
-    "prefix_cache": "enable_prefix_caching",
-    "reading_memory_bytes": "parser_memory_bytes",
-    "reading_timeout_s": "parser_timeout_s",
-    "ready_while_asleep": "ready_at_zero_replicas",
-    "replica_wait_s": "replica_timeout_s",
-    "resolve_again_s": "negative_cache_ttl_s",
-    "routing": "semantic_router",
-    "silence_s": "heartbeat_timeout_s",
-    "speculation": "speculative_decoding",
-    "tenant_slowdown": "max_tenant_slowdown",
-    "weight_storage": "weight_dtype",
-}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean ...?', or an empty string."""
     names = sorted(known)
-    now = {word, FORMER_NAMES.get(word)}
-    same = [name for name in names if name.rpartition(".")[2] in now]  # renamed, or in another section
+    same = [name for name in names if name.rpartition(".")[2] == word]  # in another section
     if same:
         return f"; did you mean {' or '.join(map(repr, same))}?"
     near = difflib.get_close_matches(word[:_MAX_CHARS], names, n=1, cutoff=_ALIKE)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.cli.config_file import read_document
-from app.config import AppConfig, load_config
 from app.engine.errors import ConfigError
-from app.suggestions import FORMER_NAMES, fields_at
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
     from app.cli.serve_schema import serve_schema
-    from app.deployments.placement.autoscaling import AdapterDemand
     from app.main import build
 
 ROOT = Path(__file__).parents[2]
@@ -96,29 +92,3 @@ def test_the_deployments_are_those_that_are_built(num_bases: int) -> None:
     serve_schema({"applications": [ours | {"deployments": [{"name": name} for name in names]}]}, PATH)
     with pytest.raises(ConfigError, match=f"'EngineReplica-{num_bases + 1}'"):
         serve_schema({"applications": [ours | {"deployments": [{"name": f"EngineReplica-{num_bases + 1}"}]}]}, PATH)
-
-
-def sections(path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of all sections of the settings; the first is empty."""
-    yield path
-    for field in fields_at(AppConfig, path):
-        if fields_at(AppConfig, (*path, field)):
-            yield from sections((*path, field))
-
-
-@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
-def test_a_renamed_setting_is_suggested_where_it_was(former: str, name: str) -> None:
-    places = [path for path in sections() if name in fields_at(AppConfig, path)]
-    for path in places:
-        assert former not in fields_at(AppConfig, path)
-        values: dict[str, Any] = {former: 1}
-        for section in reversed(path):
-            values = {section: values}
-        with pytest.raises(ConfigError) as refused:
-            load_config(values)
-        assert f"{'.'.join((*path, former))} is an unknown key; did you mean {name!r}" in str(refused.value)
-    if not places:  # an option of the autoscaling policy
-        name_of_policy = f"{AdapterDemand.__module__}:AdapterDemand"
-        policy = {"policy_function": name_of_policy, "policy_kwargs": {former: 1}}
-        with pytest.raises(ConfigError, match=f"policy_kwargs.{former} is an unknown key; did you mean {name!r}"):
-            serve_schema(document({"autoscaling_config": {"policy": policy}}), PATH)

@@ -26,7 +26,7 @@ from app.model_names import split_version
 
 metadata = MetaData()
 
-#: The version of all tables in `metadata`. Raise it with every change: there are no migrations before 0.1.0.
+#: The version of all tables in `metadata`, as of release 0.1.0. A change raises it, and needs a migration.
 SCHEMA_VERSION = 5
 
 #: The type of autoincrement ids: 64 bits in every database. SQLite autoincrements only INTEGER columns.
