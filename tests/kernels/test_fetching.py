@@ -110,8 +110,7 @@ def test_pieces_list_every_row_that_is_read_next() -> None:
         for n, width in enumerate(widths):
             low, high = max(first - at, 0), min(end - at, width // 16)
             for slot in (1, 2, 3, 4) if low < high else ():
-                rank = int(ranks[slot, n])
-                panel = -(-rank // 2) * 2 * 16 * 2 if in_bf16[slot] else rank * 16 * 4
+                panel = int(ranks[slot, n]) * 16 * (2 if in_bf16[slot] else 4)
                 rows = b[n].ctypes.data + int(starts[slot]) * width * 4
                 assert covered.issuperset(range(rows + low * panel, rows + high * panel, 2))
             at += width // 16

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from app.kernels.machine.vectors import FLOAT, LANES, WORD, fma, load_bf16_pairs, prefetch, spread
+from app.kernels.machine.vectors import FLOAT, LANES, WORD, fma, load_bf16, prefetch, spread
 
 #: Terms of one chain, a multiple of GROUP.
 CHUNK = 128
@@ -47,9 +47,8 @@ def multiply_tile(most_rows: int, panels: int, vectors: int, chains: int = 1) ->
     out_row, out_panel, ahead, accumulate, in_bf16)`. x[i, kk] is at x + i * x_row + kk; w's vector for panel p at w + p
     * w_panel + kk * w_k; the result row i of panel p at out + i * out_row + p * out_panel. `ahead`: distance in bytes
     at which memory behind each weight is prefetched. `accumulate` (boolean): start from the contents of `out`, else
-    from zero. `in_bf16` (boolean): w holds bfloat16 values, which are widened in registers: the same bits as from
-    float32. Those of two steps lie side by side, so that one load serves both: step kk's are at w + p * w_panel + (kk -
-    kk % 2) * w_k + kk % 2, and every second one behind. Nothing else is read, and nothing written, outside the tile.
+    from zero. `in_bf16` (boolean): w holds bfloat16 values, two bytes each, which are widened in registers: the same
+    bits as from float32. Nothing else is read, and nothing written, outside the tile.
     """
     counts = range(1, most_rows + 1)
 
@@ -227,8 +226,6 @@ def _emit_tile(
     x, x_row, w, w_k, w_panel, depth, out, out_row, out_panel, ahead, accumulate = args
     vector = ir.VectorType(FLOAT, vectors * LANES)
     w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
-    stride = 2 if in_bf16 else 1
-    load = load_bf16_pairs if in_bf16 else lambda *place: (_load(*place),)
     for rows in cases(builder, num_rows, counts):
         x_rows = [address_at(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
         targets = {
@@ -240,25 +237,16 @@ def _emit_tile(
         }
 
         def emit_steps(first: Any, count: Any, sums: list[_Sums], x_rows: list[Any] = x_rows) -> None:
-            def emit_step(k: Any, steps: int = stride) -> None:
-                """`steps` steps of every chunk; two of bfloat16 in one load."""
+            with cgutils.for_range(builder, count, intp=WORD) as loop:
                 for chunk, its_sums in enumerate(sums):
-                    k = builder.add(k, WORD(CHUNK if chunk else 0))
+                    k = builder.add(first, builder.add(loop.index, WORD(chunk * CHUNK)))
                     w_step = builder.mul(w_k, k)
                     places = [address_at(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
                     for at in places:
                         prefetch(builder, builder.add(at, ahead))
                     _prefetch_line(builder, fetch, k)
-                    loaded = [load(builder, at, vector) for at in places]
-                    for step in range(steps):
-                        weights = [pair[step] for pair in loaded]
-                        _add_step(builder, x_rows, builder.add(k, WORD(step)), weights, its_sums)
-
-            with cgutils.for_range(builder, builder.udiv(count, WORD(stride)), intp=WORD) as loop:
-                emit_step(builder.add(first, builder.mul(loop.index, WORD(stride))))
-            if in_bf16:
-                with builder.if_then(builder.trunc(count, ir.IntType(1))):
-                    emit_step(builder.add(first, builder.sub(count, WORD(1))), 1)
+                    load = load_bf16 if in_bf16 else _load
+                    _add_step(builder, x_rows, k, [load(builder, at, vector) for at in places], its_sums)
 
         at_once = min(max(chains // (rows * panels), 1), _CHUNKS_AT_ONCE)
         _emit_chunks(builder, vector, targets, depth, accumulate, emit_steps, at_once)

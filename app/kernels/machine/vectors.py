@@ -51,16 +51,6 @@ def load_bf16(builder: Any, address: Any, kind: Any = VECTOR) -> Any:
     return builder.bitcast(builder.shl(builder.zext(values, wide), ir.Constant(wide, [16] * kind.count)), kind)
 
 
-def load_bf16_pairs(builder: Any, address: Any, kind: Any) -> tuple[Any, Any]:
-    """Pairs of bfloat16 values at `address` as two vectors of `kind`: first the lower halves of 32 bits, then the upper
-    ones."""
-    wide = ir.VectorType(INT, kind.count)
-    words = builder.load(builder.inttoptr(address, wide.as_pointer()), align=4)
-    lower = builder.shl(words, ir.Constant(wide, [16] * kind.count))
-    upper = builder.and_(words, ir.Constant(wide, [-(1 << 16)] * kind.count))
-    return builder.bitcast(lower, kind), builder.bitcast(upper, kind)
-
-
 def store(builder: Any, value: Any, base: Any, index: Any) -> None:
     """LANES floats, aligned as floats are."""
     builder.store(value, place(builder, base, index, VECTOR), align=4)

@@ -20,7 +20,7 @@ from app.kernels.machine.simd import BYTES_AHEAD
 from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 from app.kernels.matmul.int8 import layer_panels, multiply_some_rows, piece_size, prepare_rows
-from app.kernels.sgmv.cpu import RANK_PANEL, panel_bytes, shrink_rows, stored_steps
+from app.kernels.sgmv.cpu import RANK_PANEL, shrink_rows
 
 #: Pairs per piece of a shrink, for few and for many pairs.
 _FEW_PAIRS, _MANY_PAIRS, _MANY = 2, 12, 256
@@ -29,7 +29,7 @@ _FEW_PAIRS, _MANY_PAIRS, _MANY = 2, 12, 256
 class ExpertRows(NamedTuple):
     """LoRA rows of N modules (gate and up; down) of every expert in one layer.
 
-    a, b: [S, E, N] int64 addresses of panels, see `app.kernels.sgmv.cpu`. ranks: [S,
+    a, b: [S, E, N] int64 addresses: panels [r / 8, d_in, 8] and [W / 16, r, 16], see `app.kernels.sgmv.cpu`. ranks: [S,
     E, N] int32, 0 where an adapter does not change a module of an expert. in_bf16: [S] bool: two bytes a value.
     """
 
@@ -93,13 +93,12 @@ def _add_deltas(pairs, slots, rows, expert, n, first, end, h, out, out_panel):
         adapter_slot = slots[pairs.order[i] // pairs.experts.shape[1]]
         rank = np.int64(rows.ranks[adapter_slot, expert, n])
         if rank > 0:
-            in_bf16 = rows.in_bf16[adapter_slot]
+            width = 2 if rows.in_bf16[adapter_slot] else 4
             multiply_columns(
                 h.ctypes.data + (i * h_row + n * h_module) * 4,
-                rows.b[adapter_slot, expert, n] + first * panel_bytes(rank, PANEL, in_bf16), PANEL,
-                stored_steps(rank, in_bf16) * PANEL, end - first, rank,
+                rows.b[adapter_slot, expert, n] + first * rank * PANEL * width, PANEL, rank * PANEL, end - first, rank,
                 out.ctypes.data + (i * out_row + (out_panel + first) * PANEL) * 4, True, until - i, h_row, out_row,
-                BYTES_AHEAD, in_bf16,
+                BYTES_AHEAD, rows.in_bf16[adapter_slot],
             )  # fmt: skip
         i = until
 

@@ -22,7 +22,6 @@ from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import claim_piece, finish_phase
 from app.kernels.machine.vectors import INT, INTS, LANES, WORD, across, load_bf16
 from app.kernels.matmul.cpu import PANEL
-from app.kernels.sgmv.cpu import panel_bytes
 
 #: Panels of b that are filled together.
 _PANELS_AT_ONCE = 4
@@ -37,7 +36,7 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in
     """to[k * 8 + lane] = source[lane * stride + k] for k and lane below 8; addresses, stride in bytes.
 
     size: bytes of a value in the source, 2 for bfloat16 or 4 for float32. `in_bf16` (boolean): write two bytes per
-    value, those of two k side by side; returns the bits that this cuts off, or-ed over all values.
+    value; returns the bits that this cuts off, or-ed over all values.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -60,19 +59,15 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in
 
 
 @intrinsic
-def _copy_panel(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in_bf16: Any) -> Any:
-    """to[k * 16 + i] = source[k * stride + i] for k below 2 and i below 16; the rest as in `_turn_block`."""
+def _copy_panel(typingctx: Any, source: Any, size: Any, to: Any, in_bf16: Any) -> Any:
+    """to[i] = source[i] for i below 16; addresses, `size`, `in_bf16` and the result as in `_turn_block`."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, stride, size, to, in_bf16 = args
-        places = [
-            builder.add(start, builder.mul(size, WORD(part * LANES)))
-            for start in (source, builder.add(source, stride))
-            for part in range(PANEL // LANES)
-        ]
-        return _store_vectors(builder, _load_vectors(builder, places, size), to, in_bf16, PANEL // LANES)
+        source, size, to, in_bf16 = args
+        places = [builder.add(source, builder.mul(size, WORD(part * LANES))) for part in range(PANEL // LANES)]
+        return _store_vectors(builder, _load_vectors(builder, places, size), to, in_bf16)
 
-    return types.int32(*([types.intp] * 4), types.boolean), codegen
+    return types.int32(*([types.intp] * 3), types.boolean), codegen
 
 
 def _load_vectors(builder: Any, places: list[Any], size: Any) -> list[Any]:
@@ -88,23 +83,19 @@ def _load_vectors(builder: Any, places: list[Any], size: Any) -> list[Any]:
     return [builder.load(row) for row in rows]
 
 
-def _store_vectors(builder: Any, vectors: list[Any], to: Any, in_bf16: Any, apart: int = 1) -> Any:
-    """Store bits of LANES float32 each, one after the other at `to`; returns the bits cut off, or-ed over all.
-
-    In bfloat16 each vector is paired with the one that comes `apart` behind it.
-    """
-    upper, shift = ir.Constant(INTS, [-(1 << 16)] * LANES), ir.Constant(INTS, [16] * LANES)
+def _store_vectors(builder: Any, vectors: list[Any], to: Any, in_bf16: Any) -> Any:
+    """Store bits of LANES float32 each, one after the other at `to`; returns the bits cut off, or-ed over all."""
+    small = ir.VectorType(ir.IntType(16), LANES)
     cut = cgutils.alloca_once_value(builder, INT(0))
     builder.store(INT(0), cut)
     with builder.if_else(in_bf16) as (narrow, wide):
         with narrow:
-            bits, paired = vectors[0], [index for index in range(len(vectors)) if index // apart % 2 == 0]
-            for vector in vectors:
+            bits = vectors[0]
+            for index, vector in enumerate(vectors):
                 bits = builder.or_(bits, vector)
-            for place, index in enumerate(paired):
-                other = builder.and_(vectors[index + apart], upper)
-                at = builder.inttoptr(builder.add(to, WORD(place * 4 * LANES)), INTS.as_pointer())
-                builder.store(builder.or_(builder.lshr(vectors[index], shift), other), at, align=4)
+                half = builder.trunc(builder.lshr(vector, ir.Constant(INTS, [16] * LANES)), small)
+                at = builder.add(to, WORD(index * 2 * LANES))
+                builder.store(half, builder.inttoptr(at, small.as_pointer()), align=2)
             together = across(builder, bits, lambda builder, a, b: builder.or_(a, b))
             builder.store(builder.and_(together, INT(0xFFFF)), cut)
         with wide:
@@ -152,57 +143,54 @@ def _zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
 
 
 @jit
-def _place(k, lane, lanes, in_bf16):
-    """Bytes from a panel's beginning to step k of the sum in one of its lanes."""
-    return (k // 2 * lanes + lane) * 4 + k % 2 * 2 if in_bf16 else (k * lanes + lane) * 4
-
-
-@jit
-def _write_a(a, size, rank, d_in, to_a, in_bf16):
-    """a [r, d_in] as panels of eight rows, zero-filled; size: bytes of a value in a. Returns the bits cut off."""
-    row, cut, panel = d_in * size, np.int32(0), panel_bytes(d_in, LANES, in_bf16)
-    for first in range(0, rank, LANES):
+def _write_a(a, size, rank, d_in, to_a, width, in_bf16):
+    """a [r, d_in] as panels of eight rows; size, width: bytes of a value in a and to_a. Returns the bits cut off."""
+    row, first, cut = d_in * size, 0, np.int32(0)
+    while first < rank:
         count = min(LANES, rank - first)
-        whole = d_in // LANES * LANES if count == LANES else 0
-        source, to = a + first * row, to_a + first // LANES * panel
-        for k in range(0, whole, LANES):
-            cut |= _turn_block(source + k * size, row, size, to + _place(k, 0, LANES, in_bf16), in_bf16)
-        done = panel_bytes(whole, LANES, in_bf16)
-        _zero_bytes(to + done, panel - done)
-        for k in range(whole, d_in):
+        source, to = a + first * row, to_a + first * d_in * width
+        k = 0
+        if count == LANES:
+            while k + LANES <= d_in:
+                cut |= _turn_block(source + k * size, row, size, to + k * LANES * width, in_bf16)
+                k += LANES
+        while k < d_in:
             for lane in range(count):
-                place = to + _place(k, lane, LANES, in_bf16)
-                cut |= _copy_one(source + lane * row + k * size, size, place, in_bf16)
+                cut |= _copy_one(source + lane * row + k * size, size, to + (k * LANES + lane) * width, in_bf16)
+            _zero_bytes(to + (k * LANES + count) * width, (LANES - count) * width)
+            k += 1
+        first += LANES
     return cut
 
 
 @jit
-def _write_b(b, size, rank, d_out, to_b, in_bf16):
+def _write_b(b, size, rank, d_out, to_b, width, in_bf16):
     """Write b [r, d_out] as panels of 16 columns, zero-filled; the rest as in `_write_a`."""
-    num_whole, pairs, panel = d_out // PANEL, rank - rank % 2, panel_bytes(rank, PANEL, in_bf16)
-    row, cut = d_out * size, np.int32(0)
-    for first in range(0, num_whole, _PANELS_AT_ONCE):  # a few at a time: longer runs to read, few places to write
-        end = min(first + _PANELS_AT_ONCE, num_whole)
-        for i in range(0, pairs, 2):
-            for p in range(first, end):
-                place = to_b + p * panel + _place(i, 0, PANEL, in_bf16)
-                cut |= _copy_panel(b + i * row + p * PANEL * size, row, size, place, in_bf16)
-    for p in range(0 if pairs < rank else num_whole, -(-d_out // PANEL)):
-        begin, to = pairs if p < num_whole else 0, to_b + p * panel
-        done = panel_bytes(begin, PANEL, in_bf16)
-        _zero_bytes(to + done, panel - done)
-        for i in range(begin, rank):
-            for column in range(min(PANEL, d_out - p * PANEL)):
-                place = to + _place(i, column, PANEL, in_bf16)
-                cut |= _copy_one(b + i * row + (p * PANEL + column) * size, size, place, in_bf16)
+    num_whole, panel, cut = d_out // PANEL, 0, np.int32(0)
+    while panel < num_whole:  # a few at a time: longer runs to read, few places to write
+        end = min(panel + _PANELS_AT_ONCE, num_whole)
+        for i in range(rank):
+            for p in range(panel, end):
+                to = to_b + (p * rank + i) * width * PANEL
+                cut |= _copy_panel(b + (i * d_out + p * PANEL) * size, size, to, in_bf16)
+        panel = end
+    left = d_out - num_whole * PANEL
+    if left > 0:
+        for i in range(rank):
+            source = b + (i * d_out + num_whole * PANEL) * size
+            to = to_b + (num_whole * rank + i) * width * PANEL
+            for column in range(left):
+                cut |= _copy_one(source + column * size, size, to + column * width, in_bf16)
+            _zero_bytes(to + left * width, (PANEL - left) * width)
     return cut
 
 
 @jit
 def _write_line(m, in_bf16):
     """Write one module of a plan, in two bytes per value with `in_bf16`; returns whether these hold all values."""
-    cut = _write_a(m[A], m[A_SIZE], m[RANK], m[D_IN], m[TO_A], in_bf16)
-    cut |= _write_b(m[B], m[B_SIZE], m[RANK], m[D_OUT], m[TO_B], in_bf16)
+    width = 2 if in_bf16 else 4
+    cut = _write_a(m[A], m[A_SIZE], m[RANK], m[D_IN], m[TO_A], width, in_bf16)
+    cut |= _write_b(m[B], m[B_SIZE], m[RANK], m[D_OUT], m[TO_B], width, in_bf16)
     return cut == 0
 
 
@@ -277,16 +265,16 @@ def packing(source: Matrices) -> Packing:
     plan = np.zeros((len(source.facts), PLAN_WIDTH), np.int64)
     plan[:, _FACTS] = source.facts
     in_bf16 = bool((plan[:, [A_SIZE, B_SIZE]] == 2).all())
-    size, steps = (2, 2) if in_bf16 else (4, 1)
-    num_a, plan[:, TO_A] = _pack_offsets(plan[:, A], _up(plan[:, RANK], LANES) * _up(plan[:, D_IN], steps) * size)
-    num_b, plan[:, TO_B] = _pack_offsets(plan[:, B], _up(plan[:, RANK], steps) * _up(plan[:, D_OUT], PANEL) * size)
+    width = 2 if in_bf16 else 4
+    num_a, plan[:, TO_A] = _pack_offsets(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
+    num_b, plan[:, TO_B] = _pack_offsets(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
     plan[:, TO_B] += num_a
     return Packing(plan, num_a + num_b, in_bf16)
 
 
-def _up(sizes: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-    """Sizes rounded up to multiples of `step`."""
-    return -(-sizes // step) * step
+def _panels(sizes: NDArray[np.int64], panel: int) -> NDArray[np.int64]:
+    """Sizes rounded up to whole panels."""
+    return -(-sizes // panel) * panel
 
 
 def _pack_offsets(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:

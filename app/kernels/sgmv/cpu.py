@@ -5,9 +5,8 @@ Each matrix of an adapter of rank r is one piece of memory, known by its address
 `[W / 16, r, 16]`, W the module's outputs rounded up to whole panels, so that an expand reads it sequentially. A token
 costs its own adapter's rank and nothing else: no padding to the largest rank, and base tokens (rank 0) are skipped.
 
-An adapter whose values are all exact in bfloat16 is stored in two bytes per value: half the bytes to read, and the same
-bits in every result. Steps of the sum lie in pairs (`stored_steps`): `[r / 8, d_in / 2, 8, 2]` and `[W / 16, r / 2, 16,
-2]`, so that one load serves two.
+An adapter whose values are all exact in bfloat16 is stored in two bytes per value in the same layout: half the bytes to
+read, and the same bits in every result.
 
 The expand continues the base product's chain of sums in place, so out must hold the base product.
 """
@@ -63,21 +62,10 @@ class ModuleRows(NamedTuple):
 
 
 @jit
-def stored_steps(steps, in_bf16):
-    """Steps of the sum that a panel has room for: whole pairs of bfloat16."""
-    return steps + steps % 2 if in_bf16 else steps
-
-
-@jit
-def panel_bytes(steps, width, in_bf16):
-    """Bytes of a panel of `width` columns, or rank rows, and as many steps of the sum."""
-    return stored_steps(steps, in_bf16) * width * (2 if in_bf16 else 4)
-
-
-@jit
 def shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
     """h[i, :8 * num_panels] = A @ x[i] for num_rows rows of one adapter; addresses and element strides."""
-    step, step_bytes = stored_steps(depth, in_bf16) * RANK_PANEL, panel_bytes(depth, RANK_PANEL, in_bf16)
+    step = depth * RANK_PANEL
+    step_bytes = step * (2 if in_bf16 else 4)
     for i in range(0, num_rows, 4):
         p, rows = 0, min(num_rows - i, 4)
         xi, hi = x + i * x_row * 4, h + i * h_row * 4
@@ -126,7 +114,7 @@ def begin_shrink(team, phase, x, rows, tasks, widest, h):
             in_bf16 = rows.in_bf16[adapter_slot]
             shrink_rows(
                 x.ctypes.data + first * x_row * 4, x_row, end - first,
-                rows.a[adapter_slot, n] + panel_bytes(depth, first_rank, in_bf16), (rank + 7) // 8, depth,
+                rows.a[adapter_slot, n] + first_rank * (2 if in_bf16 else 4) * depth, (rank + 7) // 8, depth,
                 h.ctypes.data + (first * h_row + n * h_module + first_rank) * 4, h_row, in_bf16,
             )  # fmt: skip
         done += 1
@@ -147,24 +135,23 @@ def expand_panels(h, n, rows, runs, first, end, out, out_panel):
         start, stop, adapter_slot = runs[g, 0], runs[g, 1], runs[g, 2]
         rank = rows.ranks[adapter_slot, n]
         if rank > 0:
-            panels, in_bf16 = first_panel(rows, adapter_slot, n, first), rows.in_bf16[adapter_slot]
+            panels = first_panel(rows, adapter_slot, n, first)
             # A single row is done before memory answers: it prefetches what the next run will read.
             ahead = np.int64(BYTES_AHEAD)
             if stop - start == 1 and g + 1 < runs.shape[0] and rows.ranks[runs[g + 1, 2], n] > 0:
                 ahead = first_panel(rows, runs[g + 1, 2], n, first) - panels
             multiply_columns(
-                h.ctypes.data + (start * h_row + n * h_module) * 4, panels, PANEL,
-                stored_steps(rank, in_bf16) * PANEL, end - first, rank,
+                h.ctypes.data + (start * h_row + n * h_module) * 4, panels, PANEL, rank * PANEL, end - first, rank,
                 out.ctypes.data + (start * out_row + (out_panel + first) * PANEL) * 4, True, stop - start, h_row,
-                out_row, ahead, in_bf16,
+                out_row, ahead, rows.in_bf16[adapter_slot],
             )  # fmt: skip
 
 
 @jit
 def first_panel(rows, adapter_slot, n, panel):
     """Address of a panel of an adapter's b of module n."""
-    in_bf16 = rows.in_bf16[adapter_slot]
-    return rows.b[adapter_slot, n] + panel * panel_bytes(rows.ranks[adapter_slot, n], PANEL, in_bf16)
+    size = 2 if rows.in_bf16[adapter_slot] else 4
+    return rows.b[adapter_slot, n] + panel * rows.ranks[adapter_slot, n] * PANEL * size
 
 
 @jit

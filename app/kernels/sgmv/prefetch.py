@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.jit import jit
 from app.kernels.machine.simd import FETCH_BLOCK
-from app.kernels.matmul.cpu import Fetch
-from app.kernels.sgmv.cpu import RANK_PANEL, first_panel, panel_bytes
+from app.kernels.matmul.cpu import PANEL, Fetch
+from app.kernels.sgmv.cpu import RANK_PANEL, first_panel
 
 #: Blocks of one list: half of a common second-level cache.
 MOST_BLOCKS = 2048
@@ -41,9 +41,10 @@ def shrink_ranges(upcoming, runs):
     for n in range(num_modules):
         for g in range(num_runs):
             adapter_slot = runs[g, 2]
+            size = 2 if upcoming.in_bf16[adapter_slot] else 4
             count = -(-upcoming.ranks[adapter_slot, n] // RANK_PANEL) * RANK_PANEL
             ranges[n * num_runs + g, 0] = upcoming.a[adapter_slot, n]
-            ranges[n * num_runs + g, 1] = panel_bytes(upcoming.depths[n], count, upcoming.in_bf16[adapter_slot])
+            ranges[n * num_runs + g, 1] = count * upcoming.depths[n] * size
     return ranges
 
 
@@ -61,8 +62,8 @@ def list_fetch(rows, runs, first, end, num_panels, soon, blocks):
         if low < high:
             for g in range(runs.shape[0]):
                 adapter_slot = runs[g, 2]
-                begin, size = first_panel(rows, adapter_slot, n, low), first_panel(rows, adapter_slot, n, high)
-                count = _list(begin, 0, _num_blocks(size - begin), blocks, count)
+                size = (high - low) * rows.ranks[adapter_slot, n] * PANEL * (2 if rows.in_bf16[adapter_slot] else 4)
+                count = _list(first_panel(rows, adapter_slot, n, low), 0, _num_blocks(size), blocks, count)
         at += width
     total, before = 0, 0
     for i in range(soon.shape[0]):

@@ -126,13 +126,6 @@ def surrounded(values: Floats, rows: int, columns: int) -> Floats:
     return memory
 
 
-def in_pairs(w: Floats) -> NDArray[np.generic]:
-    """w [K, columns] in bfloat16, of every column two steps side by side; NaN behind an odd number of steps."""
-    even = np.concatenate([w, np.full((len(w) % 2, w.shape[1]), np.nan, np.float32)])
-    pairs = even.reshape(-1, 2, w.shape[1]).swapaxes(1, 2)
-    return np.ascontiguousarray(pairs.astype(ml_dtypes.bfloat16))
-
-
 @pairwise({"depth": DEPTHS, "name": SHAPES}, strength=1)
 def test_a_tile_is_its_definition_in_every_bit(name: str, depth: int) -> None:
     """Any number of rows that it takes, from zero and from what is there, with weights of four bytes and of two."""
@@ -142,15 +135,14 @@ def test_a_tile_is_its_definition_in_every_bit(name: str, depth: int) -> None:
         x = surrounded(integers(generator, 11, rows, depth), 1, 3)
         w = integers(generator, 23, depth, panels * width)
         start = integers(generator, 23, rows, panels * width)
-        if in_bf16:
-            w = w.astype(ml_dtypes.bfloat16).astype(np.float32)
-        packed = in_pairs(w) if in_bf16 else w  # [K, panels * width]: a step's panels side by side
+        narrow = w.astype(ml_dtypes.bfloat16)
+        packed = narrow if in_bf16 else w  # [K, panels * width]: a step's panels side by side
         out = surrounded(start, 2, 5)
         run(
-            rows, x.ctypes.data, x.shape[1], packed.ctypes.data, panels * width, width * (1 + in_bf16), depth,
-            out.ctypes.data, out.shape[1], width, 1 << 20, accumulate, in_bf16,
+            rows, x.ctypes.data, x.shape[1], packed.ctypes.data, panels * width, width, depth, out.ctypes.data,
+            out.shape[1], width, 1 << 20, accumulate, in_bf16,
         )  # fmt: skip
-        expected = defined(x[:rows, :depth], w, start if accumulate else None)
+        expected = defined(x[:rows, :depth], packed.astype(np.float32), start if accumulate else None)
         np.testing.assert_array_equal(out, surrounded(expected, 2, 5), f"{rows} rows, {accumulate=}, {in_bf16=}")
 
 
