@@ -100,7 +100,7 @@ def test_equal_to_the_definition_in_one_piece_and_in_chunks_beside_others(num_he
     )
     expected = reference.latent_attention(queries, latents, turned, keys, values, scale)
     found = np.einsum("tnr,nvr->tnv", whole.astype(np.float64), values)
-    assert relative_error(found, expected) < 2e-6
+    assert relative_error(found, expected) < 4e-6  # float32: 60 draws had 0.9e-6 in the middle and 1.8e-6 at most
 
     fresh, at = mine._replace(table=blocks[2].astype(np.int32)), 0
     for end in (1, 2, 16, 17, 50, 66, length):
