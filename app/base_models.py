@@ -26,7 +26,7 @@ def engine_deployment(index: int) -> str:
 
 def load_bases(values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> tuple[AppConfig, ...]:
     """The settings of each base model, in order; without `bases` there is one. Raises ConfigError."""
-    for name in ("base_uri", "base_arithmetic"):
+    for name in ("base_uri", "base_compute"):
         if (values.get("tenants") or {}).get(name) is not None:
             raise ConfigError(f"tenants.{name} is set by bases; leave it out")
     if "bases" not in values:
@@ -48,7 +48,7 @@ def load_bases(values: Mapping[str, Any], *, environ: Mapping[str, str] | None =
         except ConfigError as error:
             raise ConfigError(f"bases[{index}]: {error}") from error
         if configs:
-            first = {"base_uri": configs[0].model.uri, "base_arithmetic": configs[0].engine.arithmetic}
+            first = {"base_uri": configs[0].model.uri, "base_compute": configs[0].engine.arithmetic}
             tenants = config.tenants.model_copy(update=first)
             config = config.model_copy(update={"tenants": tenants})
         configs.append(config)

@@ -396,7 +396,7 @@ class TenantsConfig(_Settings):
         default=None,
         description="Set by `bases`: the model.uri of the first base model, whose registry has the projects.",
     )
-    base_arithmetic: str = Field(default="float32", description="Set by `bases`: the first base model's arithmetic.")
+    base_compute: str = Field(default="float32", description="Set by `bases`: the first base model's arithmetic.")
     default_limits: DefaultLimitsConfig = Field(default_factory=DefaultLimitsConfig)
 
     prices: dict[ModelId, PriceConfig] = Field(
@@ -434,7 +434,7 @@ class AppConfig(_Settings):
         Its engine settings are the capacities that pins are checked against.
         """
         device = self.engine.device
-        tenants = TenantsConfig(base_uri=self.tenants.base_uri, base_arithmetic=self.tenants.base_arithmetic)
+        tenants = TenantsConfig(base_uri=self.tenants.base_uri, base_compute=self.tenants.base_compute)
         if isinstance(device, VllmConfig):
             slots = VllmConfig(python="unused", max_loras=device.max_loras, max_lora_rank=device.max_lora_rank)
             engine = EngineConfig(vllm=slots)
@@ -457,7 +457,7 @@ class AppConfig(_Settings):
         """The `store_key` of the registry that has the projects."""
         if self.tenants.base_uri is None:
             return self.store_key
-        return _store_key(self.adapters, self.tenants.base_uri, self.tenants.base_arithmetic)
+        return _store_key(self.adapters, self.tenants.base_uri, self.tenants.base_compute)
 
 
 def _store_key(adapters: AdaptersConfig, base_uri: str, arithmetic: str) -> str:

@@ -45,7 +45,7 @@ def test_the_registry_with_the_projects_is_found_whatever_the_arithmetic_of_its_
     bases = [{"model": A, "engine": {"cpu": {"compute": "int8"}}}, {"model": B}]
     first, second = load_bases({"adapters": {"state_dir": str(tmp_path)}, "bases": bases})
     assert second.tenants_store_key == first.store_key
-    assert (second.for_store.tenants.base_uri, second.for_store.tenants.base_arithmetic) == ("/models/a", "int8")
+    assert (second.for_store.tenants.base_uri, second.for_store.tenants.base_compute) == ("/models/a", "int8")
 
 
 def test_the_first_registry_has_the_projects_of_all(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class OpenStore(Generic[H]):
         digest = self._checkpoint.spec.digest
         self._tenants_digest = digest
         if (base_uri := config.tenants.base_uri) is not None:
-            self._tenants_digest = open_model(base_uri, base_uri, config.tenants.base_arithmetic).spec.digest
+            self._tenants_digest = open_model(base_uri, base_uri, config.tenants.base_compute).spec.digest
         check_quota = AdapterQuota(self._tenants_digest)
         self._registry = open_registry(
             config, digest, tenants_digest=self._tenants_digest, actor=actor, check_quota=check_quota

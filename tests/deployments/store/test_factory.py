@@ -164,7 +164,7 @@ async def test_adapters_are_read_and_projects_found_for_the_arithmetic_of_the_en
 ) -> None:
     config = process.config("old")
     config = config.model_copy(update={"engine": EngineConfig(cpu=CpuConfig(compute="int8"))})
-    tenants = config.tenants.model_copy(update={"base_uri": config.model.uri, "base_arithmetic": "int8"})
+    tenants = config.tenants.model_copy(update={"base_uri": config.model.uri, "base_compute": "int8"})
     await process.close()
     process.open(config.model_copy(update={"tenants": tenants}))
     digest = load_checkpoint(folder / "model").computed_in("int8").spec.digest
