@@ -192,13 +192,14 @@ def _download(arguments: argparse.Namespace) -> int:
     with ProgressLine(sys.stderr) as line:
         path = resolve_model(model.uri, progress=line.show)
         fetch_embedder(settings, line.show)
-    spec = load_checkpoint(path, model.name).computed_in(settings.engine.arithmetic).spec
+    checkpoint = load_checkpoint(path, model.name).computed_in(settings.engine.arithmetic)
+    spec = checkpoint.spec
     print(
         f"{spec.name}: {spec.family}, {len(spec.layers)} layers of {spec.hidden_size}, digest {spec.digest[:12]} "
         f"({time.monotonic() - started_s:.1f} s)\n{path}"
     )
     if arguments.compile:
-        compile_kernels(settings, path)
+        compile_kernels(settings, checkpoint)
         print(f"kernels are compiled ({time.monotonic() - started_s:.1f} s)")
     return 0
 

@@ -31,6 +31,7 @@ from app.engine.models.download.model_download import Progress, default_cache_di
 from app.private_folder import make_private
 
 if TYPE_CHECKING:
+    from app.engine.models.checkpoint import Checkpoint
     from app.engine.models.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -102,24 +103,22 @@ def fetch_embedder(settings: AppConfig, progress: Progress) -> None:
         )
 
 
-def compile_kernels(settings: AppConfig, path: Path) -> None:
-    """Compile what an engine of the base model at `path`, and the encoder for model "auto", run on this machine's CPU.
+def compile_kernels(settings: AppConfig, checkpoint: Checkpoint) -> None:
+    """Compile what an engine of this base model, and the encoder for model "auto", run on this machine's CPU.
 
-    Raises what loading the model raises. A second process compiles half of it.
+    A second process compiles half of it. Raises CheckpointError, and ConfigError if that process fails.
     """
     from app.engine.factory import new_engine
-    from app.engine.models.checkpoint import load_checkpoint
     from app.engine.warm_up import warm_up
 
     other = multiprocessing.get_context("spawn").Process(target=_compile_others, args=(settings,))
     other.start()
     if settings.engine.cpu is not None:
-        checkpoint = load_checkpoint(path, settings.model.name).computed_in(settings.engine.arithmetic)
         with closing(new_engine(checkpoint, settings.engine)) as engine:
             warm_up(engine)
     other.join()
     if other.exitcode:
-        raise ConfigError("the kernels of the encoder for model 'auto' are not compiled: its process says why")
+        raise ConfigError("the kernels of sampling or of the encoder for model 'auto' are not compiled: see above")
 
 
 def _compile_others(settings: AppConfig) -> None:
