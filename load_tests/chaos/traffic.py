@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-#: Clients may notice a killed ingress or HAProxy this long: Ray checks HAProxy's supervisor every three seconds, and
-#: three must fail before it starts another, which busy cores delay. The report gives the actual times.
+#: Clients may notice a killed ingress or HAProxy this long: Ray checks HAProxy's supervisor every second, and three
+#: checks must fail before it starts another, which busy cores delay. The report gives the actual times.
 PROXY_OUTAGE_S = 30.0
 #: HAProxy's own answer while it knows no ingress (`app.cli.haproxy`).
 BALANCER_SAYS = "the service is starting or stopping"
