@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from app.cli.config_file import read_settings
 from app.config import SemanticRouterConfig
-from app.deployments.ingress.accounting import RequestAccounting
+from app.deployments.ingress.accounting import RequestAccounting, ReservedQuota
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.semantic_router.candidates import Candidates
 from app.deployments.ingress.semantic_router.decision import Decision
@@ -37,6 +37,7 @@ from app.deployments.ingress.semantic_router.router import SemanticRouter, TextE
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import CatalogEntry
 from app.deployments.tenancy.models import PUBLIC
+from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
@@ -68,18 +69,18 @@ class BaseInProcess:
         self._llm = LLM(uri, EngineConfig(lora_pool_rows=0))
         self._mean: Floats = self._vectors(NEUTRAL).mean(axis=0)
 
-    async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:  # noqa: ARG002
+    async def tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """See `TextEmbedder.tokenize`."""
+        return [self._llm.tokenizer.encode(text) for text in texts]
+
+    async def embed(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> Floats:  # noqa: ARG002
         """See `TextEmbedder.embed`."""
-        centred = self._vectors(texts) - self._mean
+        centred = self._vectors(token_ids) - self._mean
         unit: Floats = centred / np.linalg.norm(centred, axis=1, keepdims=True)
         return unit
 
-    async def num_tokens(self, texts: Sequence[str]) -> int:  # noqa: ARG002
-        """See `TextEmbedder.num_tokens`; usage is not counted here."""
-        return 0
-
-    def _vectors(self, texts: Sequence[str]) -> Floats:
-        return np.stack(self._llm.embed(list(texts), None, PoolingParams("mean")))
+    def _vectors(self, prompts: Sequence[str | Sequence[int]]) -> Floats:
+        return np.stack(self._llm.embed(prompts, None, PoolingParams("mean")))
 
 
 class RoutingResult(NamedTuple):
@@ -120,6 +121,15 @@ class Free(RequestAccounting):
 
     async def charge_tokens(self, caller: Principal, num_tokens: int, *, has_price: bool) -> None: ...
 
+    async def admit_routing(self, caller: Principal, num_tokens: int, *, has_price: bool) -> ReservedQuota:  # noqa: ARG002
+        return ReservedQuota(Reservation({}, is_settled=True), Reservation({}, is_settled=True))
+
+    def finish_routing(self, quota: ReservedQuota) -> None: ...
+
+    def release(self, quota: ReservedQuota) -> None: ...
+
+    def count_routed_request(self, caller: Principal) -> None: ...
+
 
 async def ask(
     router: SemanticRouter, prompts: Sequence[tuple[str | None, str]]
@@ -128,7 +138,7 @@ async def ask(
     results, seconds = [], []
     for expected, prompt in prompts:
         started_s = time.perf_counter()
-        decision: Decision = await router.decide(prompt, CALLER)
+        decision: Decision = await router.choose(prompt, CALLER)
         seconds.append(time.perf_counter() - started_s)
         results.append(RoutingResult(expected, decision.chosen[0].name, decision.chosen[0].score))
     return results, seconds
@@ -196,7 +206,7 @@ def demo_descriptions() -> dict[str, dict[str, str]]:
 async def measure_demo(embedder: TextEmbedder, descriptions: dict[str, str], count: int, num_topics: int) -> list[str]:
     """One embedder's cells for the demo adapters with these descriptions."""
     router = router_of(descriptions, embedder)
-    await router.decide("Hello", CALLER)  # descriptions are embedded
+    await router.choose("Hello", CALLER)  # descriptions are embedded
     training, _ = await ask(router, demo_prompts("train", count, num_topics))
     results, _ = await ask(router, demo_prompts("heldout", count, num_topics))
     await router.close()
@@ -217,12 +227,12 @@ async def measure_generated(embedder: TextEmbedder, num_topics: int, num_candida
     generated = router_of({topic.name: topic.description for topic in with_adapter}, embedder)
     prompts: list[tuple[str | None, str]] = [(one.name, prompt) for one in with_adapter for prompt in one.prompts]
     prompts += [(None, prompt) for one in unknown for prompt in one.prompts]
-    await generated.decide("Hello", CALLER)  # descriptions are embedded
+    await generated.choose("Hello", CALLER)  # descriptions are embedded
     results, seconds = await ask(generated, prompts)
     calibrated = accuracy(results)
     every = router_of({topic.name: topic.description for topic in topics}, embedder)
     of_all, _ = await ask(every, [(one.name, prompt) for one in topics for prompt in one.prompts])
-    width = (await embedder.embed(["x"], None)).shape[1]
+    width = (await embedder.embed(await embedder.tokenize(["x"]), None)).shape[1]
     for router in (generated, every):
         await router.close()
     return [

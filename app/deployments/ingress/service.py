@@ -35,7 +35,7 @@ from app.deployments.ingress.preprocess.tokenizer_service import TokenizerServic
 from app.deployments.ingress.principal import Principal, batch_principal
 from app.deployments.ingress.scoring import Scorer
 from app.deployments.ingress.semantic_router.embedders import BaseEmbedder, EncoderEmbedder
-from app.deployments.ingress.semantic_router.router import AdapterSelector, SemanticRouter, TextEmbedder
+from app.deployments.ingress.semantic_router.router import SemanticRouter, TextEmbedder
 from app.deployments.ingress.serializers.loras import record_body
 from app.deployments.ingress.tracing import RequestTracer
 from app.deployments.ingress.traffic_reporter import TrafficReporter
@@ -139,7 +139,7 @@ class IngressService:
             config.limits,
             parts.accounting,
             parts.clock,
-            AdapterSelector(self._router, parts.accounting),
+            self._router,
             lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.preprocessor, dispatcher, parts.accounting, parts.clock)

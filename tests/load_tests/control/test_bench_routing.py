@@ -17,14 +17,16 @@ class Letters:
     """Texts as counts of their letters."""
 
     name = "letters"
+    has_price = False
 
-    async def embed(self, texts: Sequence[str], caller: Principal | None) -> NDArray[np.float32]:  # noqa: ARG002
-        counts = np.array([[1 + text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
+    async def tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [text.encode() for text in texts]
+
+    async def embed(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> NDArray[np.float32]:  # noqa: ARG002
+        texts = [bytes(of_text).decode().lower() for of_text in token_ids]
+        counts = np.array([[1 + text.count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
         unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return unit
-
-    def num_tokens(self, text: str) -> int:  # noqa: ARG002
-        return 0
 
 
 def test_the_made_set_is_fifty_descriptions_with_ten_prompts() -> None:

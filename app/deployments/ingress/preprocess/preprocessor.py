@@ -50,7 +50,7 @@ from app.deployments.ingress.schemas.openai import (
     SamplingFields,
 )
 from app.deployments.ingress.semantic_router.decision import Decision
-from app.deployments.ingress.semantic_router.router import AdapterSelector
+from app.deployments.ingress.semantic_router.router import SemanticRouter
 from app.deployments.ingress.serializers.openai import in_token_ids
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.registry.models import AUTO
@@ -88,7 +88,7 @@ class RequestPreprocessor:
         limits: LimitsConfig,
         accounting: RequestAccounting,
         clock: Callable[[], float],
-        selector: AdapterSelector,
+        semantic_router: SemanticRouter,
         num_kv_tokens: Callable[[], int],
     ) -> None:
         self.tokenizer = tokenizer
@@ -103,7 +103,7 @@ class RequestPreprocessor:
         )  # fmt: skip
         self._accounting = accounting
         self._clock = clock
-        self.selector = selector
+        self.semantic_router = semantic_router
         self._num_kv_tokens = num_kv_tokens
         self._rendering = FairSemaphore("adapters' chat templates", MAX_RENDERS, max_per_tenant=1)
         self._render_threads = ThreadPoolExecutor(MAX_RENDERS, "chat-template")
@@ -132,14 +132,14 @@ class RequestPreprocessor:
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; remove lora_path and adapters", param="model")
         while True:
-            async with self.selector.selection(question, caller, body.routing) as (decision, reservation):
+            async with self.semantic_router.selection(question, caller, body.routing) as (decision, reservation):
                 if not decision.chosen:
                     ref = await self.resolver.resolve(None, caller)
                 elif len(decision.chosen) == 1:
                     ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
                 else:
                     ref = await self.resolver.resolve(None, caller, user=body.user, adapters=decision.adapters)
-                if self.selector.has_score_head(decision):
+                if self.semantic_router.has_score_head(decision):
                     continue  # one that was read only now; it is no candidate any more
                 yield _ResolvedModel(ref, decision, reservation)
                 return

@@ -70,34 +70,31 @@ class BaseEmbedder:
         self._clock = clock
         self._mean: Floats | None = None
 
-    async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:
+    async def tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """See `TextEmbedder.tokenize`."""
+        return [self._tokenizer.encode(text[:MAX_CHARS])[: self._tokenizer.max_model_len] for text in texts]
+
+    async def embed(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> Floats:
         """See `TextEmbedder.embed`."""
         if self._tokenizer.spec.encoder is not None:
-            return await self._vectors(texts, caller)
+            return await self._vectors(token_ids, caller)
         if self._mean is None:
-            self._mean = (await self._vectors(NEUTRAL, None)).mean(axis=0)
-        centred = await self._vectors(texts, caller) - self._mean
+            self._mean = (await self._vectors(await self.tokenize(NEUTRAL), None)).mean(axis=0)
+        centred = await self._vectors(token_ids, caller) - self._mean
         unit: Floats = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
         return unit
 
-    async def num_tokens(self, texts: Sequence[str]) -> int:
-        """See `TextEmbedder.num_tokens`."""
-        return sum(len(self._token_ids(text)) for text in texts)
-
-    def _token_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text[:MAX_CHARS]))[: self._tokenizer.max_model_len]
-
-    async def _vectors(self, texts: Sequence[str], caller: Principal | None) -> Floats:
+    async def _vectors(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> Floats:
         slots = asyncio.Semaphore(MAX_OPEN)
-        vectors = await asyncio.gather(*(self._vector(text, caller, slots) for text in texts))
+        vectors = await asyncio.gather(*(self._vector(of_text, caller, slots) for of_text in token_ids))
         return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
 
-    async def _vector(self, text: str, caller: Principal | None, slots: asyncio.Semaphore) -> bytes:
+    async def _vector(self, token_ids: Sequence[int], caller: Principal | None, slots: asyncio.Semaphore) -> bytes:
         spec = self._tokenizer.spec
         request = GenerateRequest(
             request_id=f"route-{secrets.token_hex(12)}",
             tenant_id=DEFAULT_TENANT if caller is None else caller.tenant_id,
-            token_ids=self._token_ids(text),
+            token_ids=tuple(token_ids),
             sampling=SamplingParams(),
             weight=1.0 if caller is None else caller.tenant.weight,
             cache_salt=b"" if caller is None else caller.tenant.salt,
@@ -125,22 +122,21 @@ class EncoderEmbedder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="router")
         self._llm: LLM | None = None
 
-    async def embed(self, texts: Sequence[str], caller: Principal | None) -> Floats:  # noqa: ARG002
-        """See `TextEmbedder.embed`; the caller's tokens are counted by `num_tokens` alone."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, texts)
+    async def tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """See `TextEmbedder.tokenize`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize, texts)
 
-    async def num_tokens(self, texts: Sequence[str]) -> int:
-        """See `TextEmbedder.num_tokens`."""
-        token_ids = await asyncio.get_running_loop().run_in_executor(self._thread, self._token_ids, texts)
-        return sum(map(len, token_ids))
+    async def embed(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> Floats:  # noqa: ARG002
+        """See `TextEmbedder.embed`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, token_ids)
 
-    def _compute(self, texts: Sequence[str]) -> Floats:
-        return np.stack(self._encoder().embed(self._token_ids(texts)))
-
-    def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
         llm = self._encoder()
         most = min(llm.spec.max_positions, MAX_TOKENS)
         return [llm.tokenizer.encode(text[:MAX_CHARS])[:most] for text in texts]
+
+    def _compute(self, token_ids: Sequence[Sequence[int]]) -> Floats:
+        return np.stack(self._encoder().embed(token_ids))
 
     def _encoder(self) -> LLM:
         if self._llm is None:

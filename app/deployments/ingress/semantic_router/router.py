@@ -1,7 +1,8 @@
 """Semantic router: chooses adapters for model "auto" by the cosine of the prompt and the adapters' descriptions.
 
 Only adapters that the caller may use are chosen. Equal prompts of a tenant get equal decisions while the registry does
-not change.
+not change. A decision is within the caller's limits: the request itself and the tokens of choosing are reserved before
+anything is computed, and those of the answer afterwards.
 """
 
 from __future__ import annotations
@@ -40,18 +41,26 @@ class TextEmbedder(Protocol):
         """The model's name, for responses."""
         ...
 
-    async def embed(self, texts: Sequence[str], caller: Principal | None) -> NDArray[np.float32]:
-        """Unit vectors [N, H]. `caller` is charged; None: the service's own work. Raises the engine's errors."""
-        ...
-
     @property
     def has_price(self) -> bool:
         """Whether a token costs what one of the base model's does. Limits on tokens apply in any case."""
         ...
 
-    async def num_tokens(self, texts: Sequence[str]) -> int:
-        """The number of tokens that embedding them computes."""
+    async def tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """The token ids of each text, cut to the embedder's length."""
         ...
+
+    async def embed(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> NDArray[np.float32]:
+        """Unit vectors [N, H] of texts. `caller`: whose requests they are; None: the service's own. Raises the engine's
+        errors."""
+        ...
+
+
+class Selection(NamedTuple):
+    """A decision, and the request's reservation of its caller's limits."""
+
+    decision: Decision
+    reservation: Reservation
 
 
 class SemanticRouter:
@@ -76,42 +85,53 @@ class SemanticRouter:
         self._embedding: SingleFlight[tuple[str, frozenset[str] | None], None] = SingleFlight(self._tasks)
         registry.follow(self._candidates.note)
 
-    async def decide(self, text: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """Choose adapters for a text.
+    async def choose(self, text: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
+        """Choose adapters for a request that generates nothing. Raises as `selection` does."""
+        async with self.selection(text, caller, options) as selection:
+            self._accounting.count_routed_request(caller)
+            return selection.decision
 
-        Raises NotReady while descriptions are embedded, LimitError if the caller's limits do not suffice to embed its
-        own, and the embedder's errors.
+    @asynccontextmanager
+    async def selection(
+        self, text: str, caller: Principal, options: RoutingFields | None = None
+    ) -> AsyncIterator[Selection]:
+        """The adapters for a text, and the reservation that the answer takes over within the block.
+
+        Raises NotReady while descriptions are embedded, LimitError if the caller's limits do not suffice, also to embed
+        its own descriptions, and the embedder's errors.
         """
-        options = options or RoutingFields()
-        threshold = self._config.threshold if options.threshold is None else options.threshold
-        top_k = options.top_k or self._config.top_k
-        visible = _visible(caller)
-        num_candidates = self._num_usable(visible, caller.tenant)
-        chosen: list[ScoredAdapter] = []
-        if num_candidates:
-            await self._ready(visible, caller.tenant_id)
-            vector = (await self._in_time(self._embedder.embed([text], caller)))[0]
-            chosen = self._candidates.nearest(vector, visible, partial(self._is_accessible, caller), threshold, top_k)
-        return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
+        num_candidates = self._num_usable(_visible(caller), caller.tenant)
+        token_ids = await self._in_time(self._embedder.tokenize([text])) if num_candidates else []
+        num_tokens = sum(map(len, token_ids))
+        quota = await self._accounting.admit_routing(caller, num_tokens, has_price=self._embedder.has_price)
+        try:
+            decision = await self._decide(token_ids, num_candidates, caller, options or RoutingFields())
+            self._accounting.finish_routing(quota)
+            yield Selection(decision, quota.request)
+        finally:
+            self._accounting.release(quota)
 
     def has_score_head(self, decision: Decision) -> bool:
         """Whether any chosen adapter is known to generate no text, which an adapter that is not read yet is not."""
         entries = [self._registry.adapter(one.name, one.owner_id) for one in decision.chosen]
         return any(entry is not None and entry.has_score_head for entry in entries)
 
-    async def num_tokens(self, text: str, caller: Principal) -> int:
-        """The tokens that a decision computes for the caller: none without candidates. Raises NotReady."""
-        if not self._num_usable(_visible(caller), caller.tenant):
-            return 0
-        return await self._in_time(self._embedder.num_tokens([text]))
-
-    @property
-    def has_price(self) -> bool:
-        """See `TextEmbedder.has_price`."""
-        return self._embedder.has_price
-
     async def close(self) -> None:
         await self._tasks.close()
+
+    async def _decide(
+        self, token_ids: Sequence[Sequence[int]], num_candidates: int, caller: Principal, options: RoutingFields
+    ) -> Decision:
+        """`token_ids`: of the one text, or empty without candidates."""
+        threshold = self._config.threshold if options.threshold is None else options.threshold
+        top_k = options.top_k or self._config.top_k
+        chosen: list[ScoredAdapter] = []
+        if token_ids:
+            visible = _visible(caller)
+            await self._ready(visible, caller.tenant_id)
+            (vector,) = await self._in_time(self._embedder.embed(token_ids, caller))
+            chosen = self._candidates.nearest(vector, visible, partial(self._is_accessible, caller), threshold, top_k)
+        return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
     def _num_usable(self, visible: Visible, tenant: Tenant) -> int:
         """The number of candidates that the tenant sees, may use, and reaches by name."""
@@ -183,9 +203,10 @@ class SemanticRouter:
     async def _embed_for(self, owner_id: str, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embed descriptions at their owner's cost. Raises LimitError."""
         owner = self._accounting.owner(owner_id)
-        num_tokens = await self._embedder.num_tokens(texts)
+        token_ids = await self._embedder.tokenize(texts)
+        num_tokens = sum(map(len, token_ids))
         await self._accounting.charge_tokens(owner, num_tokens, has_price=self._embedder.has_price)
-        return await self._embedder.embed(texts, owner)
+        return await self._embedder.embed(token_ids, owner)
 
 
 def _num_permitted(tenant: Tenant, owner_id: str, names: Set[str]) -> int:
@@ -198,46 +219,3 @@ def _visible(caller: Principal) -> Visible:
     for owner_id, name in sorted(caller.tenant.shared):
         shared[owner_id] = shared.get(owner_id, frozenset()) | {name}
     return {caller.tenant_id: None, **shared, DEFAULT_TENANT: None, caller.tenant_id: None}
-
-
-class Selection(NamedTuple):
-    """A decision, and the request's reservation of its caller's limits."""
-
-    decision: Decision
-    reservation: Reservation
-
-
-class AdapterSelector:
-    """Applies the router within the caller's limits; one per ingress.
-
-    The request itself and the tokens of choosing are reserved before anything is computed. The tokens are settled when
-    the decision is made; those of the answer are reserved afterwards.
-    """
-
-    def __init__(self, router: SemanticRouter, accounting: RequestAccounting) -> None:
-        self._router = router
-        self._accounting = accounting
-
-    def has_score_head(self, decision: Decision) -> bool:
-        """See `SemanticRouter.has_score_head`."""
-        return self._router.has_score_head(decision)
-
-    async def choose(self, question: str, caller: Principal, options: RoutingFields | None = None) -> Decision:
-        """Decide for a request that generates nothing. Raises LimitError and what `SemanticRouter.decide` raises."""
-        async with self.selection(question, caller, options) as selection:
-            self._accounting.count_routed_request(caller)
-            return selection.decision
-
-    @asynccontextmanager
-    async def selection(
-        self, question: str, caller: Principal, options: RoutingFields | None = None
-    ) -> AsyncIterator[Selection]:
-        """The decision, and the reservation that the answer takes over within the block. Raises as `choose` does."""
-        num_tokens = await self._router.num_tokens(question, caller)
-        choice = await self._accounting.admit_routing(caller, num_tokens, has_price=self._router.has_price)
-        try:
-            decision = await self._router.decide(question, caller, options)
-            self._accounting.finish_routing(choice)
-            yield Selection(decision, choice.request)
-        finally:
-            self._accounting.release(choice)

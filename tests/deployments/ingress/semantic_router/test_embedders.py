@@ -23,7 +23,8 @@ async def test_an_encoder_of_any_length_embeds_long_texts(
     monkeypatch.setattr(embedders, "MAX_CHARS", 3 * MAX_TOKENS)
     folder = encoders.save_encoder(encoders.tiny_encoder("bert"), tmp_path)
     long = "a b " * MAX_TOKENS
-    vectors = await EncoderEmbedder(str(folder)).embed(["c d", long], None)
+    embedder = EncoderEmbedder(str(folder))
+    vectors = await embedder.embed(await embedder.tokenize(["c d", long]), None)
     with LLM(folder, EngineConfig(max_num_batched_tokens=1024)) as llm:
         most = min(num_positions, MAX_TOKENS)
         texts = [llm.tokenizer.encode(text[: 3 * MAX_TOKENS])[:most] for text in ("c d", long)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from app.config import SemanticRouterConfig
-from app.deployments.ingress.accounting import RequestAccounting
+from app.deployments.ingress.accounting import RequestAccounting, ReservedQuota
 from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.openai import RoutingFields
 from app.deployments.ingress.semantic_router.candidates import Candidates, _OwnerCandidates
@@ -27,6 +27,7 @@ from app.deployments.ingress.semantic_router.router import SemanticRouter
 from app.deployments.registry.feed.view import RegistryView
 from app.deployments.registry.models import AliasEntry, CatalogEntry
 from app.deployments.tenancy.models import PUBLIC
+from app.deployments.tenancy.quota.rate_limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining.combination import CombinationPart, make_combination
 from app.engine.errors import NotReady
@@ -54,15 +55,19 @@ class Bags:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def embed(self, texts: Sequence[str], caller: Principal | None) -> NDArray[np.float32]:  # noqa: ARG002
-        self.asked.append(list(texts))
+    async def tokenize(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [text.encode() for text in texts]
+
+    async def embed(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> NDArray[np.float32]:  # noqa: ARG002
+        texts = [bytes(of_text).decode() for of_text in token_ids]
+        self.asked.append(texts)
         await self.gate.wait()
         counts = np.array([[text.count(word) for word in WORDS] + [0.2] for text in texts], np.float32)
         unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return unit
 
-    async def num_tokens(self, texts: Sequence[str]) -> int:
-        return sum(map(len, texts))
+    async def embed_texts(self, *texts: str) -> NDArray[np.float32]:
+        return await self.embed(await self.tokenize(texts), None)
 
 
 def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
@@ -82,6 +87,16 @@ class Unlimited(RequestAccounting):
     async def charge_tokens(self, caller: Principal, num_tokens: int, *, has_price: bool) -> None:  # noqa: ARG002
         self.charged.append((caller.tenant_id, num_tokens))
 
+    async def admit_routing(self, caller: Principal, num_tokens: int, *, has_price: bool) -> ReservedQuota:  # noqa: ARG002
+        self.charged.append((caller.tenant_id, num_tokens))
+        return ReservedQuota(Reservation({}, is_settled=True), Reservation({}, is_settled=True))
+
+    def finish_routing(self, quota: ReservedQuota) -> None: ...
+
+    def release(self, quota: ReservedQuota) -> None: ...
+
+    def count_routed_request(self, caller: Principal) -> None: ...
+
 
 def router_of(*entries: Any, **config: Any) -> tuple[SemanticRouter, RegistryView, Bags]:
     view, bags = RegistryView(entries), Bags()
@@ -89,12 +104,12 @@ def router_of(*entries: Any, **config: Any) -> tuple[SemanticRouter, RegistryVie
 
 
 async def names(router: SemanticRouter, text: str, caller: Principal = ADA, **wishes: Any) -> list[str]:
-    return [one.name for one in (await router.decide(text, caller, RoutingFields(**wishes))).chosen]
+    return [one.name for one in (await router.choose(text, caller, RoutingFields(**wishes))).chosen]
 
 
 async def test_order_and_threshold() -> None:
     router, _, _ = router_of(entry("a", "sql law law"), entry("b", "sql"), entry("c", "tone"), top_k=3, threshold=0.4)
-    decision = await router.decide("some sql", ADA)
+    decision = await router.choose("some sql", ADA)
     assert [one.name for one in decision.chosen] == ["b", "a"]
     scores = [one.score for one in decision.chosen]
     assert scores[0] > 0.9 > scores[1] > 0.4
@@ -136,19 +151,21 @@ async def test_those_that_the_caller_does_not_get_under_their_names_are_not_coun
         entry("shared", "sql", "zed"), entry("three", "sql", "zed"),
         *(entry(name, "sql", "default") for name in ("one", "two", "three", "shared", "four")),
     )  # fmt: skip
-    assert (await router.decide("sql", ADA)).num_candidates == 3  # its own "one"; everybody's "three" and "four"
+    assert (await router.choose("sql", ADA)).num_candidates == 3  # its own "one"; everybody's "three" and "four"
     view.apply([(("ada", "shared"), None)])
-    assert (await router.decide("sql", ADA)).num_candidates == 4  # and the one that zed shares
+    assert (await router.choose("sql", ADA)).num_candidates == 4  # and the one that zed shares
     for mode, ids, number in (
         ("allow_list", ("ada:one", "zed:shared", "ada:two"), 2),
         ("deny_list", ("one", "four"), 2),
     ):
         tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset(ids))
-        assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
-    assert (await router.decide("sql", Principal("stranger", "key", PUBLIC))).num_candidates == 5
+        assert (await router.choose("sql", ADA._replace(tenant=tenant))).num_candidates == number
+    assert (await router.choose("sql", Principal("stranger", "key", PUBLIC))).num_candidates == 5
     view.apply([(("default", "three"), None), (("default", "four"), None), (("ada", "one"), None)])
     view.apply([(("ada", "one"), entry("one", "")), (("zed", "shared"), None), (("default", "shared"), None)])
-    assert await router.num_tokens("sql", ADA) == 0, "nothing that it gets under a name has a description"
+    await router.choose("sql", ADA)
+    charged = router._accounting.charged  # type: ignore[attr-defined]
+    assert charged[-1] == ("ada", 0), "nothing that it gets under a name has a description"
 
 
 async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -> None:
@@ -156,19 +173,19 @@ async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -
         entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),
         entry("open", "sql", "default"),
     )  # fmt: skip
-    decision = await router.decide("sql", ADA)
+    decision = await router.choose("sql", ADA)
     assert decision.num_candidates == 3
     assert not {"hidden", "hidden: sql"} & {text for texts in bags.asked for text in texts}
     for mode, number in (("allow_list", 1), ("deny_list", 2)):
         tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset({"base", "zed:shared", "zed:hidden"}))
-        assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
+        assert (await router.choose("sql", ADA._replace(tenant=tenant))).num_candidates == number
 
 
 async def test_what_is_everybodys_is_embedded_once_for_all_tenants() -> None:
     router, _, bags = router_of(entry("open", "sql", "default"))
     bags.gate.clear()
     asking = [
-        asyncio.create_task(router.decide("sql", Principal(each, "key", PUBLIC))) for each in ("ada", "bob", "cy")
+        asyncio.create_task(router.choose("sql", Principal(each, "key", PUBLIC))) for each in ("ada", "bob", "cy")
     ]
     await asyncio.sleep(0)
     bags.gate.set()
@@ -211,7 +228,7 @@ async def test_new_descriptions_are_waited_for_and_not_passed_over() -> None:
     router, _, bags = router_of(entry("a", "sql"))
     bags.gate.clear()
     with pytest.raises(NotReady, match="descriptions of adapters are being embedded"):
-        await router.decide("sql", ADA)
+        await router.choose("sql", ADA)
     bags.gate.set()
     assert await names(router, "sql") == ["a"]
     assert sum(asked == ["a", "sql", "a: sql"] for asked in bags.asked) == 1, "work goes on without whoever began it"
@@ -255,13 +272,13 @@ async def test_example_prompts_are_compared_one_by_one() -> None:
         entry("many", "law law law law. tone! sql? tone of law"), entry("one", "sql law law"), top_k=2, threshold=0.0
     )
     for text in ("sql", "tone", "law sql", "nothing"):
-        found = {one.name: one.score for one in (await router.decide(text, ADA)).chosen}
-        vector = (await Bags().embed([text], None))[0]
+        found = {one.name: one.score for one in (await router.choose(text, ADA)).chosen}
+        vector = (await Bags().embed_texts(text))[0]
         for name, description in (("many", "law law law law. tone! sql? tone of law"), ("one", "sql law law")):
-            whole = (await Bags().embed([name, description, f"{name}: {description}"], None)).mean(axis=0)
+            whole = (await Bags().embed_texts(name, description, f"{name}: {description}")).mean(axis=0)
             cosines = [float(whole @ vector) / float(np.linalg.norm(whole))]
             if name == "many":
-                parts = await Bags().embed(["law law law law.", "tone!", "sql?", "tone of law"], None)
+                parts = await Bags().embed_texts("law law law law.", "tone!", "sql?", "tone of law")
                 cosines = sorted([*cosines, *(parts @ vector).tolist()])[-2:]
             assert found[name] == pytest.approx(sum(cosines) / len(cosines), abs=1e-6)
     shared = Principal("ada", "key", replace(PUBLIC, model_mode="allow_list", model_ids=frozenset({"ada:many"})))
@@ -389,7 +406,7 @@ async def test_scores_come_from_a_named_adapter(
 async def test_several_are_combined_by_their_scores(described: Service, http: httpx.AsyncClient) -> None:
     await register(http, "two", "law")
     await http.patch("/v1/loras/sql", json={"description": "law tone"})
-    decision = await described._router.decide("law", Principal("default", "t"), RoutingFields(top_k=2, threshold=0.5))
+    decision = await described._router.choose("law", Principal("default", "t"), RoutingFields(top_k=2, threshold=0.5))
     assert [one.name for one in decision.chosen] == ["two", "sql"]
     weights = {one.name: one.weight for one in decision.adapters}
     parts = []
@@ -431,9 +448,10 @@ async def test_the_base_embeds_where_it_is_configured(service: Service) -> None:
     """Over the service's own replicas; its vectors have length 1 and are the same in any batch."""
     embedder = service._router._embedder
     assert isinstance(embedder, BaseEmbedder)
-    both = await embedder.embed(["knows the law", "sql"], None)
+    token_ids = await embedder.tokenize(["knows the law", "sql"])
+    both = await embedder.embed(token_ids, None)
     np.testing.assert_allclose(np.linalg.norm(both, axis=1), 1, atol=1e-5)
-    np.testing.assert_array_equal((await embedder.embed(["sql"], Principal("ada", "k", PUBLIC)))[0], both[1])
+    np.testing.assert_array_equal((await embedder.embed(token_ids[1:], Principal("ada", "k", PUBLIC)))[0], both[1])
 
 
 async def test_an_adapter_that_says_nothing_new_keeps_its_description(service: Service) -> None:

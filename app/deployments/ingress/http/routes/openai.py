@@ -109,7 +109,7 @@ def _add_selection_route(app: FastAPI, service: IngressService) -> None:
         question = body.prompt or "" if body.messages is None else last_user_text(body.messages)
         caller = inference_principal(request)
         decision = await run_until_disconnect(
-            request, service.preprocessor.selector.choose(question, caller, body.routing)
+            request, service.preprocessor.semantic_router.choose(question, caller, body.routing)
         )
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.accounting.headers(caller)
