@@ -1,8 +1,12 @@
 """Restarts HAProxy when it exits, and represents it to Ray.
 
-For Ray this process is HAProxy: the control socket reports its process id, a signal to it goes to HAProxy, and when it
-is killed HAProxy is killed too. Ray itself notices only after half a minute that its HAProxy has exited, and no request
-is answered meanwhile. Here it is restarted within a tenth of a second; its connections are lost.
+For Ray this process is HAProxy: the control socket reports its process id, and a signal to it goes to HAProxy. Ray
+itself notices only after half a minute that its HAProxy has exited, and no request is answered meanwhile. Here it is
+restarted within a tenth of a second; its connections are lost.
+
+When this process is killed, which is also how Ray stops HAProxy, HAProxy is killed too, unless `polylora serve` runs
+(`SERVE_PID`): then it goes on with its connections until another replaces it or `polylora serve` ends. A process
+between the two, which does nothing else, sees to that.
 
 Ray asks HAProxy through a Unix socket. It gets this process's socket, which forwards the questions to HAProxy's own in
 the same folder. A reload is another such process whose command line names the old ones; the new HAProxy gets the old
@@ -17,17 +21,22 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 #: A HAProxy that ran for less has failed; after this many failures in a row the supervisor gives up.
 SHORT_LIFE_S = 1.0
 MAX_SHORT_LIVES = 5
 #: Pause before a restart after a failure, times the number of failures.
 PAUSE_S = 0.2
+#: The process id of `polylora serve`, which starts and ends with its Ray.
+SERVE_PID = "POLYLORA_SERVE_PID"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,6 +56,7 @@ class Supervisor:
         self._config = config
         self._ray_config = ray_config
         self._pid_file = self._folder / f"{os.getpid()}.pid"
+        self._socket = socket_of(self._folder, os.getpid())
         self._replaced = [] if "-sf" in arguments else self._orphans()
         self._first = [binary, *self._translate(arguments)]
         self._again = [binary, *_without_takeover(arguments, config)]
@@ -65,8 +75,11 @@ class Supervisor:
         finally:
             loop.remove_signal_handler(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may arrive while this process exits
-            for path in (self._pid_file, self._part(), self._config, socket_of(self._folder, os.getpid())):
-                path.unlink(missing_ok=True)
+            self._remove_files()
+
+    def _remove_files(self) -> None:
+        for path in (self._pid_file, self._part(), self._config, self._socket):
+            path.unlink(missing_ok=True)
 
     async def _keep_running(self) -> int:
         loop = asyncio.get_running_loop()
@@ -77,7 +90,7 @@ class Supervisor:
             assert self._child is not None
             if server is None and await self._is_up():
                 server = await self._listen()
-                for pid in self._replaced:
+                for pid in filter(self._is_supervisor, self._replaced):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGUSR1)
             status = await self._child.wait()
@@ -106,9 +119,32 @@ class Supervisor:
 
     def _become_haproxy(self) -> None:
         """In the child before exec: write the pid file, so that every running HAProxy is named by a complete file."""
+        if serve_pid := os.environ.get(SERVE_PID):
+            supervisor = os.getppid()
+            if haproxy := os.fork():
+                self._outlive(supervisor, haproxy, int(serve_pid))
         _die_with_parent()
         self._part().write_text(str(os.getpid()), encoding="utf-8")
         self._part().replace(self._pid_file)
+
+    def _outlive(self, supervisor: int, haproxy: int, serve_pid: int) -> NoReturn:
+        """In the process between supervisor and HAProxy: exit with HAProxy, and end it when `polylora serve` ends."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda signum, _: os.kill(haproxy, signum))
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        running = select.poll()
+        try:
+            for pid in (haproxy, serve_pid):
+                running.register(os.pidfd_open(pid), select.POLLIN)
+            running.poll()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(haproxy, signal.SIGKILL)  # it has exited, or `polylora serve` has
+            status = os.waitstatus_to_exitcode(os.waitpid(haproxy, 0)[1])
+            if os.getppid() != supervisor:
+                self._remove_files()
+            os._exit(128 - status if status < 0 else status)
 
     def _part(self) -> Path:
         """The pid file while it is incomplete."""
@@ -150,7 +186,7 @@ class Supervisor:
         writer.close()
 
     async def _query(self, question: bytes) -> bytes:
-        reader, writer = await asyncio.open_unix_connection(socket_of(self._folder, os.getpid()))
+        reader, writer = await asyncio.open_unix_connection(self._socket)
         try:
             writer.write(question)
             await writer.drain()
@@ -163,7 +199,7 @@ class Supervisor:
         self._signal(number)
 
     def _signal(self, number: int) -> None:
-        """Send HAProxy a signal, if it runs.
+        """Send HAProxy a signal, if it runs; a process in between passes it on.
 
         `send_signal` would first collect the status of a process that has just exited, and asyncio, which waits for it
         too, would then report 255.
@@ -194,14 +230,35 @@ class Supervisor:
         return None
 
     def _orphans(self) -> list[int]:
-        """Living supervisors of this folder whose manager has died."""
+        """Supervisors of this folder that have lost their manager in Ray, and those that their HAProxy has outlived."""
         pids = [int(path.stem) for path in self._folder.glob("*.pid") if path.stem.isdigit()]
-        return [pid for pid in pids if self._is_supervisor(pid)]
+        return [pid for pid in pids if self._is_supervisor(pid) or _running_haproxy(self._folder / f"{pid}.pid")]
 
     def _is_supervisor(self, pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            return self._ray_config.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return False
+        return self._ray_config in _command_line(pid)
+
+
+def end_haproxys(folder: Path) -> None:
+    """Kill the HAProxys of a folder, and return when their ports are free."""
+    for pid_file in list(folder.glob("*.pid")):
+        while (haproxy := _running_haproxy(pid_file)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(haproxy, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def _running_haproxy(pid_file: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        haproxy = int(pid_file.read_text(encoding="utf-8"))
+        if str(pid_file.with_suffix(".cfg")) in _command_line(haproxy):
+            return haproxy
+    return None
+
+
+def _command_line(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 def _without_takeover(arguments: Sequence[str], config: Path) -> list[str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.admin_key import OPEN_NOTICE, check_exposure, is_open, keep_digests
 from app.cli.config_file import IMPORT_PATH, address_in, bases_of, read_document
+from app.cli.haproxy_supervisor import SERVE_PID, end_haproxys
 from app.cli.preflight import (
     check_device,
     check_folders,
@@ -90,6 +91,7 @@ def serve_until_stopped(
             _say(fewer_connections)
         os.environ[HTTP_HOST] = host
         document["http_options"]["host"] = "127.0.0.1"  # Serve's own; HAProxy alone listens on `host`
+        os.environ[SERVE_PID] = str(os.getpid())
     schema = _schema(document, config_path)
     started_s = time.monotonic()
     _say(f"the log is {start_log(settings.logs, 'serve')}")
@@ -125,6 +127,7 @@ def serve_until_stopped(
         finally:
             _stop(app_names)
             if folder is not None:
+                end_haproxys(folder)
                 shutil.rmtree(folder, ignore_errors=True)
             _say("stopped")
 

@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 
 from app.cli.haproxy import UnknownConfiguration, error_answer, haproxy_binary, rewritten
-from app.cli.haproxy_supervisor import Supervisor
+from app.cli.haproxy_supervisor import SERVE_PID, Supervisor, end_haproxys
 from app.cli.ray_env import HA_PROXY_SWITCHES, MAX_HEAD_BYTES, connections_for_files, ha_proxy_places, has_ha_proxy
 from load_tests.service import free_port
 
@@ -730,13 +730,83 @@ async def test_one_that_was_left_behind_gives_its_place_to_the_next(write: Write
             assert (await http.get("/livez")).status_code == 200
 
 
+async def test_with_polylora_serve_haproxy_outlives_its_supervisor_until_it_is_replaced_or_serve_ends(
+    write: Write, tmp_path: Path
+) -> None:
+    begun, answers = asyncio.Event(), asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        if b"/v1/models" in head:
+            begun.set()
+            await answers.wait()
+        await ok(reader, writer, head)
+
+    port = free_port()
+    serve = await asyncio.create_subprocess_exec("sleep", "600")
+    environment = {SERVE_PID: str(serve.pid)}
+    async with (
+        ingress(slow) as ingress_port,
+        haproxy(write, ingress_port, port=port, environment=environment) as old,
+        httpx.AsyncClient(base_url=old.url, timeout=120) as http,
+    ):
+        while (await http.get("/readyz")).status_code != 200:
+            await asyncio.sleep(0.05)
+        first = child_of(tmp_path, old)
+        answer = asyncio.create_task(http.get("/v1/models"))
+        await begun.wait()
+        old.process.kill()
+        await old.process.wait()
+        assert await running_pid(tmp_path) is None, "Ray sees that it has died"
+        for _ in range(20):
+            async with httpx.AsyncClient(base_url=old.url, timeout=120) as other:
+                assert (await other.get("/readyz")).status_code == 200
+        async with haproxy(write, ingress_port, port=port, environment=environment) as new:
+            second = child_of(tmp_path, new)
+            answers.set()
+            assert (await answer).status_code == 200, "what ran goes on"
+            assert (await http.get("/readyz")).status_code == 200
+            await until_gone(first)
+            assert [path.stem for path in tmp_path.glob("*.pid")] == [str(new.process.pid)]
+            os.kill(second, signal.SIGKILL)
+            while (third := child_of(tmp_path, new)) == second:
+                await asyncio.sleep(0.02)
+            new.process.kill()
+            await new.process.wait()
+            assert command_name(third) == "haproxy"
+            serve.kill()
+            await serve.wait()
+            await until_gone(third)
+    async with asyncio.timeout(60):
+        while list(tmp_path.glob("*.pid")):
+            await asyncio.sleep(0.02)
+
+
+async def test_the_end_of_polylora_serve_frees_the_port(write: Write, tmp_path: Path) -> None:
+    async with haproxy(write, environment={SERVE_PID: str(os.getpid())}) as door:
+        door.process.kill()
+        await door.process.wait()
+        with socket.create_connection(("127.0.0.1", door.port)):
+            pass
+        await asyncio.to_thread(end_haproxys, tmp_path)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", door.port))
+
+
+def command_name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(60):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
+
+
 async def test_a_supervisor_that_is_killed_takes_haproxy_with_it(write: Write, tmp_path: Path) -> None:
     async with haproxy(write) as door:
         child = child_of(tmp_path, door)
         door.process.kill()
-        async with asyncio.timeout(60):
-            while Path(f"/proc/{child}").exists():
-                await asyncio.sleep(0.02)
+        await until_gone(child)
 
 
 def test_one_that_cannot_run_says_why_and_leaves_it_to_ray(write: Write, tmp_path: Path) -> None:
