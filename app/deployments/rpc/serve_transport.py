@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from app.deployments.rpc.frames import unpack_frame, with_heartbeat
@@ -38,7 +38,7 @@ class ServeTransport:
                     try:
                         async for packed in items:
                             yield unpack_frame(packed)
-                    except ReplicaUnreachable:
+                    except (ReplicaUnreachable, ActorUnavailableError):
                         call.cancel()  # if the replica still lives, it should stop computing for us
                         raise
             else:
@@ -46,7 +46,7 @@ class ServeTransport:
                     async for packed in items:
                         yield unpack_frame(packed)
         except RayActorError as error:
-            raise ReplicaGone(f"replica {replica_id}: {type(error).__name__}") from error
+            raise _loss(replica_id, error) from error
         except RayTaskError as error:
             if isinstance(error.cause, Exception):
                 raise error.cause from None
@@ -83,4 +83,10 @@ class ServeTransport:
         try:
             return await unwrap_errors(call)
         except RayActorError as error:
-            raise ReplicaGone(f"replica {replica_id}: {type(error).__name__}") from error
+            raise _loss(replica_id, error) from error
+
+
+def _loss(replica_id: str, error: RayActorError) -> ReplicaGone | ReplicaUnreachable:
+    """A replica that is out of reach may live: it records its requests' usage, and none of them has killed it."""
+    kind = ReplicaUnreachable if isinstance(error, ActorUnavailableError) else ReplicaGone
+    return kind(f"replica {replica_id}: {type(error).__name__}")

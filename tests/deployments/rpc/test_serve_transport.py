@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from app.deployments.rpc import frames as frames_module
 from app.deployments.rpc.frames import pack_frame
 from app.deployments.rpc.serve_transport import ServeTransport
-from app.deployments.rpc.transport import PROTOCOL, ReplicaUnreachable
+from app.deployments.rpc.transport import PROTOCOL, ReplicaGone, ReplicaUnreachable
 from app.deployments.rpc.uds_transport import FOLDER_VARIABLE
 from app.engine.request import TokenChunk
 
@@ -22,7 +23,9 @@ CHUNK = TokenChunk("a/1", (5,))
 class Engines:
     """The handle of a deployment whose one replica sends two frames, and then nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: RayActorError | None = None) -> None:
+        """`end`: what the caller gets after the two frames."""
+        self._end = end
         self.asked: list[tuple[Any, ...]] = []
         self.is_cancelled = False
 
@@ -51,6 +54,8 @@ class Engines:
     async def _send(self) -> AsyncIterator[bytes]:
         yield pack_frame([])
         yield pack_frame([CHUNK])
+        if self._end is not None:
+            raise self._end
         await asyncio.Event().wait()
 
 
@@ -65,3 +70,23 @@ async def test_a_call_on_which_nothing_comes_is_cancelled(tmp_path: Path, monkey
     with pytest.raises(ReplicaUnreachable, match="no heartbeat of the replica"):
         await anext(frames)
     assert engines.is_cancelled
+
+
+@pytest.mark.parametrize(
+    ("end", "raised", "is_cancelled"),
+    [
+        (ActorUnavailableError("no connection", None), ReplicaUnreachable, True),
+        (ActorDiedError(), ReplicaGone, False),
+    ],
+)
+async def test_only_a_replica_that_has_died_is_gone(
+    end: RayActorError, raised: type[Exception], is_cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request on four replicas that died is refused as the cause; lost connections must not add up to that."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "sockets"))
+    engines = Engines(end)
+    frames = ServeTransport(engines).frames("replica", "link")  # type: ignore[arg-type]
+    assert [await anext(frames), await anext(frames)] == [[], [CHUNK]]
+    with pytest.raises(raised, match=type(end).__name__):
+        await anext(frames)
+    assert engines.is_cancelled is is_cancelled
