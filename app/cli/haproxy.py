@@ -24,6 +24,8 @@ What changes, and why:
 - A client may not hold connections for long without a request (`_CLIENT_TIMEOUTS`), and an address may not hold most
   of them (`_connection_rules`). Ray's file lets anyone keep all of them silently for an hour. The beginning of a body,
   up to HAProxy's buffer, is waited for here and not in an ingress. Bodies where no route reads one are refused.
+- A connection ends when the ingress's machine has acknowledged nothing for a while (`_INGRESS_TIMEOUTS`). With Ray's
+  file an answer from a machine that lost its power or network hangs without end.
 - Every error that HAProxy answers itself is JSON in OpenAI's shape, with Retry-After where the request may be repeated.
   For what is no HTTP, does not arrive in time, or has a head beyond its buffer, HAProxy knows only its built-in HTML or
   no answer; it closes the connection without one (`_UNANSWERED`). A head from `MAX_HEAD_BYTES` to the buffer gets 431.
@@ -59,6 +61,9 @@ RETRY_AFTER_S = 2
 #: A request's head and the beginning of its body arrive within the first. The second is for the rest of a body and for
 #: a client that reads its answer; it does not run while an ingress computes.
 _CLIENT_TIMEOUTS = ("timeout http-request 10s", "timeout client 60s")
+#: Connections to an ingress whose machine is gone without a word end after this time; those that are cut for ten
+#: seconds continue. The probes are for connections on which nothing is sent.
+_INGRESS_TIMEOUTS = ("default-server tcp-ut 25s", "option srvtcpka", "srvtcpka-idle 10s", "srvtcpka-intvl 5s")
 #: The parts of all connections that one address may hold, and after which only addresses with a few connections get
 #: more: probes and clients that are not part of a flood.
 _MAX_PART_OF_ADDRESS, _FULL_PART, _FEW = 1 / 4, 7 / 8, 16
@@ -257,7 +262,7 @@ def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
     if not any(line.strip().startswith("timeout client ") for line in remaining):
         raise UnknownConfiguration("Ray's HAProxy configuration has no client timeout")
     remaining = [line for line in remaining if not re.match(r"\s*timeout (client|http-request) ", line)]
-    remaining += [f"    {line}" for line in (*_CLIENT_TIMEOUTS, "option http-ignore-probes")]
+    remaining += [f"    {line}" for line in (*_CLIENT_TIMEOUTS, *_INGRESS_TIMEOUTS, "option http-ignore-probes")]
     remaining = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in remaining]
     return [*remaining, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 

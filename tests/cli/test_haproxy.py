@@ -609,6 +609,7 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     put_in += (
         "acl an_ingress|acl is_passed_on|http-request set-header Via|stats socket|timeout (client|http-request) |"
         "stick-table|tcp-request connection|option http-[bi]|errorfile \\d+ /dev/null|"
+        "(option )?srvtcpka|default-server tcp-ut|"
         "acl is_reading|acl is_inference|http-request disable-l7-retry"
     )
     assert all(re.match(left_out, line) for line in gone), gone
