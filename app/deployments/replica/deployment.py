@@ -38,7 +38,7 @@ from app.deployments.replica.warm_up import WarmUp, wait_for_pins
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.ray_private import is_replica_draining, listen_on_loopback
-from app.deployments.rpc.transport import check_protocol
+from app.deployments.rpc.transport import ReplicaLeaving, check_protocol
 from app.deployments.rpc.uds_transport import FrameSocket
 from app.deployments.store.actor import store_actor, store_name, store_service, tenants_actor, tenants_service
 from app.deployments.store.metrics import TierMetrics
@@ -78,7 +78,11 @@ class EngineReplica:
             flusher, Prices(config.tenants.prices, config.model.name), config.model.name, time.time
         )
         service = self._service = EngineService(
-            adapters, time.time, max_queued_requests=config.engine.max_queued_requests, usage_recorder=recorder
+            adapters,
+            time.time,
+            max_queued_requests=config.engine.max_queued_requests,
+            usage_recorder=recorder,
+            is_draining=self._is_draining,
         )
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name, config.engine.arithmetic)
         start_s = await self._start_engine(checkpoint, config.engine, started_s)
@@ -141,7 +145,7 @@ class EngineReplica:
 
         Raises ReplicaUnreachable if the reader speaks another protocol; it must use replicas of its own release.
         """
-        self._check_target(target_replica_id)
+        self._check_takes_requests(target_replica_id)
         check_protocol(protocol)
         async with aclosing(self._service.packed_frames(link_id, self._socket if by_socket else None)) as items:
             async for item in items:
@@ -150,8 +154,9 @@ class EngineReplica:
     async def submit(
         self, link_id: str, requests: Sequence[GenerateRequest], target_replica_id: str | None = None
     ) -> bool:
-        """Accept requests whose chunks go to this link. Raises ReplicaGone if the engine has failed."""
-        self._check_target(target_replica_id)
+        """Accept requests whose chunks go to this link. Raises ReplicaGone if the engine has failed, and ReplicaLeaving
+        once Serve is stopping this replica."""
+        self._check_takes_requests(target_replica_id)
         return self._service.submit(link_id, requests)
 
     async def abort(self, request_ids: Sequence[str], target_replica_id: str | None = None) -> None:
@@ -210,6 +215,11 @@ class EngineReplica:
 
     def _is_draining(self) -> bool:
         return self._is_drained or is_replica_draining()
+
+    def _check_takes_requests(self, target_replica_id: str | None) -> None:
+        self._check_target(target_replica_id)
+        if is_replica_draining():
+            raise ReplicaLeaving(f"replica {self._replica_id} is being stopped")
 
     def _check_target(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:

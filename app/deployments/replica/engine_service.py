@@ -41,6 +41,10 @@ MAX_REQUESTED = 65_536
 STEP_CHECK_INTERVAL_S = 1.0
 #: A link without requests ends after this long.
 IDLE_S = 2.0
+#: The same for a link through Ray, unless this replica drains. The reader's node may be cut off, and at the end of its
+#: call Ray holds the event loop until the reader has everything, or until Ray has declared the node dead, which takes a
+#: minute and ends the link.
+REMOTE_IDLE_S = 180.0
 
 
 class EngineService:
@@ -58,12 +62,14 @@ class EngineService:
         max_queued_requests: int,
         usage_recorder: UsageRecorder | None = None,
         idle_s: float = IDLE_S,
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.adapters = MappedAdapters(adapters)
         self._usage_recorder = usage_recorder
         self._unbilled: dict[str, GenerateRequest] = {}  # submitted, usage not recorded yet
         self._clock = clock
         self._idle_s = idle_s
+        self._is_draining = is_draining
         self._engine: RunningEngine | None = None
         self._loop = asyncio.get_running_loop()
         self._hub = FrameHub()
@@ -108,11 +114,15 @@ class EngineService:
             if has_failed and self.engine.failure is not None:
                 self._hub.end(self._end_error(self.engine.failure))
 
-    async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:
-        """Frames of one reader until it leaves or has been idle for `idle_s`. Raises ReplicaGone if the engine
-        fails."""
+    async def frames(self, link_id: str, *, is_remote: bool = False) -> AsyncGenerator[list[TokenChunk]]:
+        """Frames of one reader until it leaves or has been idle for `idle_s`, or `REMOTE_IDLE_S`. Raises ReplicaGone if
+        the engine fails."""
+
+        def idle_s() -> float:
+            return REMOTE_IDLE_S if is_remote and not self._is_draining() else self._idle_s
+
         try:
-            async for frame in self._hub.frames(link_id, self._idle_s):
+            async for frame in self._hub.frames(link_id, idle_s):
                 yield frame
         finally:
             self.abort(self._hub.detach(link_id))
@@ -124,7 +134,7 @@ class EngineService:
         When the reader closes that connection, its link ends and its requests are aborted.
         """
         leave = partial(self._hub.close_link, link_id)
-        async with aclosing(self.frames(link_id)) as frames:
+        async with aclosing(self.frames(link_id, is_remote=socket is None)) as frames:
             packed = (pack_frame(frame) async for frame in frames)
             async with aclosing(packed if socket is None else socket.carry(link_id, frames, leave)) as items:
                 async for item in items:

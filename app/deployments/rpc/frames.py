@@ -180,17 +180,17 @@ class FrameHub:
         if reader is not None:
             reader.request_ids.discard(request_id)
 
-    async def frames(self, link_id: str, idle_s: float) -> AsyncGenerator[list[TokenChunk]]:
-        """Frames of one link, an empty one first, until `idle_s` without a request, `end` or `close_link`."""
+    async def frames(self, link_id: str, idle_s: Callable[[], float]) -> AsyncGenerator[list[TokenChunk]]:
+        """Frames of one link, an empty one first, until `idle_s()` without a request, `end` or `close_link`."""
         reader = self._readers[link_id] = _Reader()
         now_s = asyncio.get_running_loop().time
         idle_from_s = now_s()
         yield []
         while True:
-            if not await wait_for_event(reader.changed, min(HEARTBEAT_S, idle_from_s + idle_s - now_s())):
+            if not await wait_for_event(reader.changed, min(HEARTBEAT_S, idle_from_s + idle_s() - now_s())):
                 if reader.request_ids or reader.chunks:
                     idle_from_s = now_s()
-                elif now_s() - idle_from_s >= idle_s:
+                elif now_s() - idle_from_s >= idle_s():
                     return
                 yield []
                 continue

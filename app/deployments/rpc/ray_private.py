@@ -208,12 +208,28 @@ def _bound_received_bodies() -> None:
     ASGIDIReceiveProxy.__init__, ASGIDIReceiveProxy.__call__ = init, call  # type: ignore[method-assign]
 
 
+class AcceptingReplica(RunningReplica):
+    """A replica that rejects no call.
+
+    Serve makes every call that a replica may reject a streaming one. Ray ends those on the replica's event loop, where
+    it waits until the caller has all items: while a caller's node is cut off, the whole replica would stand still.
+    """
+
+    @property
+    def is_cross_language(self) -> bool:
+        """True, which has Serve's router send calls that cannot be rejected. Nothing else asks the wrapper for it."""
+        return True
+
+
 class ChoosingRouter(RequestRouter):
     """A router that chooses the replica of each request by that request alone.
 
     Ray's own routing task matches replicas to requests by a key that all calls of one parent request share, so
     concurrent calls would swap their replicas. This loop avoids that, as in Ray's capacity-queue router.
     """
+
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        return AcceptingReplica(replica_info)
 
     @property
     def running(self) -> list[RunningReplica]:
@@ -239,6 +255,9 @@ class ChoosingRouter(RequestRouter):
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
             for candidates in await self.choose_replicas(self.running, pending_request):
+                if len(candidates) == 1:  # its load changes nothing, and a slow network's answer may take long
+                    self._record_queue_wait_time(pending_request)
+                    return candidates[0]
                 replica = await self._select_from_candidate_replicas(candidates, attempt)
                 if replica is not None:
                     self._record_queue_wait_time(pending_request)

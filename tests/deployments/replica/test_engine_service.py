@@ -12,6 +12,8 @@ import pytest
 
 from app.deployments.replica import engine_service as module
 from app.deployments.replica.adapter_fetcher import MappedAdapters
+from app.deployments.rpc import frames as frames_module
+from app.deployments.rpc.frames import pack_frame
 from app.deployments.rpc.transport import ReplicaGone
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
@@ -105,3 +107,21 @@ async def test_requests_are_served_while_a_hanging_process_is_ended(monkeypatch:
             async for _ in service.frames("link"):
                 pass
     watching.cancel()
+
+
+async def test_a_link_through_ray_lasts_while_idle_until_the_replica_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader may be cut off, and at the end of a call Ray waits for the reader on the event loop."""
+    monkeypatch.setattr(frames_module, "HEARTBEAT_S", 0.01)
+    drains = False
+    service = module.EngineService(
+        TwoPlaces(), time.time, max_queued_requests=8, idle_s=0.05, is_draining=lambda: drains
+    )
+    service.start(cast("RunningEngine", SlowToEnd()))
+    items = service.packed_frames("link", None)
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 0.3:
+        assert await anext(items) == pack_frame([])
+    drains = True
+    async with asyncio.timeout(20):
+        async for item in items:
+            assert item == pack_frame([])

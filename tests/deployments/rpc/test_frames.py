@@ -102,7 +102,7 @@ async def test_a_link_without_news_carries_heartbeats_and_ends_when_it_was_idle(
 ) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
     hub = FrameHub()
-    frames = hub.frames("link", idle_s=0.05)
+    frames = hub.frames("link", lambda: 0.05)
     assert await anext(frames) == []
     hub.register("link", "a/1")
     for _ in range(20):  # for as long as a request waits

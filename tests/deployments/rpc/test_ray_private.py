@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from ray.serve._private.controller import ServeController
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve._private.handle_options import InitHandleOptions
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import RequestRouter
+from ray.serve.request_router import RequestRouter, RunningReplica
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message
 
@@ -32,6 +33,7 @@ from app.deployments.rpc import ray_private
 from app.deployments.rpc.ray_private import (
     MAX_UNREAD_PARTS,
     READ_VERSION,
+    AcceptingReplica,
     AsgiIngress,
     ChoosingRouter,
     is_replica_draining,
@@ -100,6 +102,17 @@ def test_the_loop_that_is_replaced_is_still_the_one_that_routes() -> None:
     assert "self._replicas:" in inspect.getsource(RequestRouter.__init__)
     assert "router._choose_replica_for_request(" in inspect.getsource(router), "this is how Serve asks"
     assert "_choose_replica_for_request" in vars(ChoosingRouter)
+
+
+def test_serve_sends_no_call_as_one_that_may_be_rejected() -> None:
+    """Such a call would be a streaming one, whose end holds the replica's event loop while its caller is cut off."""
+    assert re.search(
+        r"with_rejection = \(.*and not replica\.is_cross_language\s*\)", inspect.getsource(router), re.DOTALL
+    )
+    assert "._replica_info.is_cross_language" in inspect.getsource(RunningReplica.try_send_request)
+    accepting = AcceptingReplica.__new__(AcceptingReplica)
+    assert accepting.is_cross_language
+    assert "AcceptingReplica" in inspect.getsource(ChoosingRouter.create_replica_wrapper)
 
 
 def test_a_handle_can_be_told_where_its_router_runs() -> None:

@@ -53,6 +53,15 @@ async def test_a_call_reaches_the_replica_that_it_names() -> None:
     assert not isinstance(caught.value, ReplicaLeaving), "it may be announced yet"
 
 
+async def test_a_replica_that_is_named_is_not_asked_for_its_load_first() -> None:
+    """It may be far away, or cut off: then its caller gives up, and the router asks no more."""
+    steered = router("a", "b")
+    for each in steered.running:
+        each.get_queue_len = asyncio.Event().wait  # type: ignore[method-assign]
+    async with asyncio.timeout(20):
+        assert await chosen(steered, "submit", "a") == "a"
+
+
 @pytest.mark.parametrize("left", [["b"], []], ids=["another runs", "none runs"])
 async def test_what_ends_work_reaches_a_replica_that_drains(left: list[str]) -> None:
     steered = router("a", "b")

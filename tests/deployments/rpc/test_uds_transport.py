@@ -122,7 +122,7 @@ async def test_an_end_comes_behind_the_last_frame_and_says_why() -> None:
 async def test_a_reader_that_is_behind_gets_frames_merged() -> None:
     hub, num_chunks = FrameHub(), 4000
     async with opened() as frame_socket:
-        call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=0.5), lambda: hub.close_link(LINK))
+        call = frame_socket.carry(LINK, hub.frames(LINK, lambda: 0.5), lambda: hub.close_link(LINK))
         reader = frames_of(call)
         assert await anext(reader) == []
         hub.register(LINK, "a/1")
@@ -262,7 +262,7 @@ async def test_without_a_greeting_the_call_ends(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(frame_sockets, "CONNECT_TIMEOUT_S", 0.1)
     hub = FrameHub()
     async with opened() as frame_socket:
-        call = frame_socket.carry(LINK, hub.frames(LINK, idle_s=60.0), unheard)
+        call = frame_socket.carry(LINK, hub.frames(LINK, lambda: 60.0), unheard)
         assert unpack_frame(await anext(call)) == []
         with pytest.raises(TimeoutError):
             await anext(call)
