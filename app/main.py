@@ -13,11 +13,14 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.base_models import ENGINE_DEPLOYMENT, engine_deployment, load_bases
-from app.deployments.ingress.deployment import Ingress
 from app.deployments.placement.replica_choice import make_policy
-from app.deployments.replica.deployment import EngineReplica
+from app.deployments.rpc.health_check import HEALTH_CHECK_PERIOD_S
 from app.deployments.rpc.ray_private import check_ray_token
 
+#: Replicas import their classes; the process that only describes them would need a second for it. Serve takes paths,
+#: too, which its types do not say.
+ENGINE_CLASS: Any = "app.deployments.replica.deployment.EngineReplica"
+INGRESS_CLASS: Any = "app.deployments.ingress.deployment.Ingress"
 #: Open calls per replica: readers and short admissions. The engine's queue is the real limit.
 MAX_ENGINE_CALLS = 1000
 #: Open HTTP requests per ingress, including waiting ones.
@@ -47,22 +50,23 @@ def build(args: dict[str, Any]) -> Application:
         name=ENGINE_DEPLOYMENT,
         num_replicas=1,
         max_ongoing_requests=MAX_ENGINE_CALLS,
-        health_check_period_s=2.0,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         request_router_config=RequestRouterConfig(
             request_router_class="app.deployments.rpc.targeted_router:TargetedRouter",  # type: ignore[arg-type]
         ),
-    )(EngineReplica)
+    )(ENGINE_CLASS)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=NUM_INGRESSES,
         max_ongoing_requests=MAX_INGRESS_CALLS,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=config.limits.request_timeout_s + INGRESS_DRAIN_MARGIN_S,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-    )(Ingress)
+    )(INGRESS_CLASS)
     engines = [
         engine.options(name=engine_deployment(index)).bind(config_json)
         for index, config_json in enumerate(config_jsons)

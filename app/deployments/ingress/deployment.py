@@ -45,6 +45,7 @@ from app.deployments.placement.replica_choice import make_policy
 from app.deployments.registry.feed.view import Entry, Key, RegistryView
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.gauges import repeat_gauges
+from app.deployments.rpc.health_check import HealthCheck
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.rpc.metrics_agents import MetricsAgents
@@ -109,6 +110,7 @@ class Ingress(AsgiIngress):
             host = await asyncio.to_thread(http_host)
         self._rules = HttpPolicy.of(config.http, os.environ, host)
         self._tasks = Tasks()
+        self._health = HealthCheck(self._tasks.check)
         self._tasks.run_forever(
             tenants.follow,
             accounting.keep_reporting_key_use,
@@ -134,8 +136,8 @@ class Ingress(AsgiIngress):
         for service in self._bases.services:
             service.reconfigure(user_config)
 
-    def check_health(self) -> None:
-        self._tasks.check()
+    async def check_health(self) -> None:
+        await self._health.answer()
 
     # Calls through `serve.get_app_handle`. Errors are Python's own (`builtin_errors`).
 

@@ -36,6 +36,7 @@ from app.deployments.replica.pin_controller import PinController
 from app.deployments.replica.status_reporter import StatusReporter
 from app.deployments.replica.warm_up import WarmUp, wait_for_pins
 from app.deployments.rpc.background_tasks import Tasks
+from app.deployments.rpc.health_check import HealthCheck
 from app.deployments.rpc.long_poll_client import LongPollValue
 from app.deployments.rpc.ray_private import is_replica_draining, listen_on_loopback
 from app.deployments.rpc.transport import ReplicaLeaving, check_protocol
@@ -66,6 +67,7 @@ class EngineReplica:
         replica_id = self._replica_id = context.replica_id.unique_id
         start_log(config.logs, f"engine {replica_id}")
         self._is_drained = False
+        self._health = HealthCheck(self._check)
         started_s = time.monotonic()
         store = store_service(store_actor(config))
         self._placement = placement_service(config, context.app_name)
@@ -128,6 +130,7 @@ class EngineReplica:
         def on_failure(failure: EngineFailure) -> None:
             logger.error(LogEvent("engine failed", replica=self._replica_id, reason=str(failure)))
             loop.call_soon_threadsafe(service.changed.set)  # triggers the last report
+            loop.call_soon_threadsafe(self._health.fail)
 
         self._engine = await asyncio.to_thread(create_engine, checkpoint, config, service.on_step, on_failure)
         loaded_s = time.monotonic()
@@ -180,6 +183,7 @@ class EngineReplica:
             return False
         self._is_drained = True
         self._service.changed.set()
+        self._health.fail()
         logger.info(LogEvent("engine replica drains", replica=self._replica_id))
         return True
 
@@ -196,7 +200,10 @@ class EngineReplica:
             self._engine.stats(), service.num_waiting_for_adapters, service.requested_within(DEMAND_S)
         )
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
+        await self._health.answer()
+
+    def _check(self) -> None:
         if self._engine.failure is not None:
             raise self._engine.failure
         if self._is_drained:
