@@ -27,11 +27,12 @@ OnCompiled = Callable[[Sequence, PolyloraError | None], None]
 
 
 class GrammarCompiler:
-    """Compiles grammars on one thread, which loads the vocabulary first."""
+    """Compiles grammars on one thread. The first one loads the vocabulary, which takes most of a second."""
 
     def __init__(self, load: Callable[[], Vocabulary], on_compiled: OnCompiled) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._vocabulary = self._thread.submit(load)
+        self._load = load
+        self._vocabulary: Vocabulary | None = None
         self._on_compiled = on_compiled
         self._waiting: dict[str, Sequence] = {}  # by request id; used by atomic single operations only
         self._masks: BitmaskBuilder | None = None
@@ -71,7 +72,9 @@ class GrammarCompiler:
         error: PolyloraError | None = None
         try:
             sampling = sequence.request.sampling
-            vocabulary = self._vocabulary.result().with_tokens(sampling.grammar_tokens)
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            vocabulary = self._vocabulary.with_tokens(sampling.grammar_tokens)
             matcher = vocabulary.matcher(
                 sampling.grammar, sequence.tenant_id, sampling.grammar_prefix, sampling.eos_token_ids
             )

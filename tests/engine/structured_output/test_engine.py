@@ -149,6 +149,24 @@ def test_a_vocabulary_that_cannot_be_loaded_fails_grammars_alone() -> None:
     engine.close()
 
 
+def test_the_first_grammar_loads_the_vocabulary_and_the_others_use_it() -> None:
+    loads: list[None] = []
+
+    def load() -> Vocabulary:
+        loads.append(None)
+        return tiny_vocabulary()
+
+    engine, _ = make_engine(load)
+    engine.submit(fake_request("plain", [1]))
+    finish(engine, "plain")
+    assert loads == [], "an engine is ready sooner, and smaller, without"
+    for name in ("first", "second"):
+        engine.submit(fake_request(name, [1, 2], sampling=params()))
+    assert {chunks[-1].finish_reason for chunks in finish(engine, "first", "second").values()} == {"stop"}
+    assert len(loads) == 1
+    engine.close()
+
+
 def test_a_grammar_that_runs_into_a_limit_ends_its_own_request() -> None:
     """Rules that mean the same in ever more ways."""
     ambiguous = client_lark_grammar(
