@@ -45,7 +45,7 @@ from app.deployments.placement.messages import ScalingDecision
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.feed.view import RegistryView
-from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.registry.models import DEFAULT_TENANT, Event
 from app.deployments.rpc.metrics_agents import MetricsAgents
 from app.deployments.rpc.transport import ReplicaClient, ReplicaGone, ReplicaUnreachable
 from app.deployments.store.service import StoreService
@@ -275,7 +275,7 @@ class IngressService:
             "replicas": [without_adapter_names(replica) for replica in replicas],
             "scaling_decisions": scaling,
             "tiers": tiers,
-            "failures": [record_body(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
+            "failures": [record_body(event) for event in _failures(events)[:MAX_FAILURES]],
         }
 
     async def close(self) -> None:
@@ -288,6 +288,17 @@ class IngressService:
             await part.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+def _failures(events: Sequence[Event]) -> list[Event]:
+    """The failures among events, newest first, but for names that were removed since."""
+    removed, found = set[str](), []
+    for event in events:
+        if event.event == "removed":
+            removed.add(event.name)
+        elif event.event.startswith("failed") and event.name not in removed:
+            found.append(event)
+    return found
 
 
 def _new_project_limits(config: AppConfig, base_names: Sequence[str]) -> TenantLimits:

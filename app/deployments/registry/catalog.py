@@ -19,7 +19,13 @@ from app.deployments.registry.db.adapter_queries import card_values, entry_of, m
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, generations, name_condition, uses
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
-from app.deployments.registry.jobs.job_table import cancel_loads, check_turn, insert_job, update_job
+from app.deployments.registry.jobs.job_table import (
+    cancel_loads,
+    check_turn,
+    forget_failed_loads,
+    insert_job,
+    update_job,
+)
 from app.deployments.registry.last_used import forget_use, hottest_entries, note_uses, recently_used
 from app.deployments.registry.models import (
     LIVE_STATES,
@@ -112,7 +118,8 @@ class Catalog:
 
     def begin_unload(self, name: str, *, tenant_id: str, who: str) -> UnloadStarted:
         """Take a name out of service and cancel its unfinished loads; its generation is remembered. A name with a
-        version is taken out only while it means that version.
+        version is taken out only while it means that version. A name that is not registered because its last load
+        failed is forgotten.
 
         The job is unfinished until `finish_unload`, unless there were only loads to cancel. Raises NotFound, and
         AdapterBusy while an alias points to the adapter.
@@ -124,7 +131,9 @@ class Catalog:
             cancelled = cancel_loads(connection, self._database, tenant_id, name)
             query = select(adapters).where(*key, adapters.c.state.in_(LIVE_STATES))
             row = connection.execute(query).mappings().first()
-            if row is None and (version is not None or not cancelled):
+            is_unknown = row is None and version is None and not cancelled
+            is_forgotten = is_unknown and forget_failed_loads(connection, self._database, tenant_id, name)
+            if row is None and (version is not None or not (cancelled or is_forgotten)):
                 raise not_registered_error(asked)
             users = aliases_to(connection, self._base, tenant_id, name)
             if row is not None and users:
@@ -139,8 +148,10 @@ class Catalog:
                     uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s,
                     tenant_id=tenant_id, number=revision,
                 )  # fmt: skip
-                insert_job(connection, self._database, job)
+                if not is_forgotten:
+                    insert_job(connection, self._database, job)
                 record_audit(connection, self._database, who, "unload", name, tenant_id, {"cancelled": cancelled})
+                record_events(connection, self._database, [NewEvent("removed", name, tenant_id)])
                 return UnloadStarted(None if row is None else entry_of(row), job, cancelled)
             connection.execute(update(adapters).where(*key).values(state=State.DRAINING, revision=revision))
             generation, digest = row["generation"], row["digest"]
@@ -235,9 +246,9 @@ class Catalog:
                 )
         return common_text([part.name for part in parts], [entry.text for entry in entries if entry is not None])
 
-    def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
-        """All loaded names in order, of one tenant or of all."""
-        return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)))
+    def entries(self) -> list[CatalogEntry]:
+        """All loaded names in order."""
+        return self._select()
 
     def pinned_entries(self) -> list[CatalogEntry]:
         return self._select(adapters.c.pinned)

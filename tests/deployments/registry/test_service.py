@@ -332,6 +332,21 @@ async def test_an_unload_that_is_refused_cancels_nothing(managed: ManagedStore) 
     assert (job.state, job.generation) == (State.LOADED, 2)
 
 
+async def test_an_unload_of_a_name_that_never_loaded_forgets_its_failure(managed: ManagedStore) -> None:
+    for _ in range(2):
+        await fails(managed.client.load_and_wait(wanted("sql", "absent")))
+    _, entry = await managed.client.begin_unload("sql", **ADA)
+    assert entry is None
+    assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
+    assert isinstance(await fails(managed.client.begin_unload("sql", **ADA)), NotFound), "once"
+    newest = (await managed.client.events("sql", limit=1, before=None, **MINE))[0]
+    assert newest.event == "removed"
+    await managed.client.load_and_wait(wanted("sql", "one"))
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "absent"))), NotFound)
+    await managed.client.begin_unload("sql", **ADA)
+    assert managed.view.find("sql", DEFAULT_TENANT) is None, "an adapter is unloaded, whatever its last load"
+
+
 async def test_a_load_that_is_asked_for_after_an_unload_takes_effect(managed: ManagedStore) -> None:
     managed.store.gates["one"] = asyncio.Event()
     before = await managed.client.load(wanted("sql", "one"))

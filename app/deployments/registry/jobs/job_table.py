@@ -144,6 +144,19 @@ def cancel_loads(connection: Connection, database: Database, tenant_id: str, nam
     return ids
 
 
+def forget_failed_loads(connection: Connection, database: Database, tenant_id: str, name: str) -> bool:
+    """Remove a name's failed loads if the last that was requested for it is one; returns whether it is. Part of the
+    caller's transaction.
+    """
+    key = name_condition(jobs, database.base_digest, tenant_id, name)
+    newest = select(jobs.c.kind, jobs.c.state).where(*key).order_by(jobs.c.number.desc()).limit(1)
+    last = connection.execute(newest).first()
+    if last is None or last.kind != "load" or last.state != State.FAILED:
+        return False
+    connection.execute(delete(jobs).where(*key, jobs.c.kind == "load", jobs.c.state == State.FAILED))
+    return True
+
+
 def adopt_loads(connection: Connection, database: Database, owner: str, living: Collection[str]) -> list[RegistryJob]:
     """Make `owner` the worker of loads whose store is dead; returns them, oldest first. Part of the caller's
     transaction.

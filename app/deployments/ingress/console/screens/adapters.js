@@ -189,7 +189,7 @@ function Adapter({ name, query }) {
   const pointing = (aliases.data ?? []).filter(each => Object.keys(each.targets).some(isThis));
   const reason = one.reason ?? one.job?.reason ?? (failures(events.data?.data ?? []).find(([each]) => each === name)?.[1]);
   const isServed = one.state === "LOADED" || one.state === "REGISTERED";
-  const isMissing = one.state === "FAILED" && one.generation == null;  // no load has succeeded: there is nothing to try or to unload
+  const isMissing = one.state === "FAILED" && one.generation == null;  // no load has succeeded: there is nothing to try
   const failed = one.state === "FAILED" || (one.job?.state === "FAILED") || Boolean(one.last_error);
   const reload = source => act("Loading has begun", () => api("POST", "/v1/loras", { body: { name, path: source } })).then(found.reload);
   const activity = one.activity;
@@ -198,6 +198,7 @@ function Adapter({ name, query }) {
       ${may.operate.value && isServed && html`<${Button} icon="pin" onClick=${() => act(one.pinned ? "Unpinned" : "Pinned", () => api("PATCH", path, { body: { pinned: !one.pinned } })).then(found.reload)}>${one.pinned ? "Unpin" : "Pin"}</${Button}>`}
       ${isServed && html`<${Button} onClick=${() => openDialog(() => html`<${Describe} one=${one} path=${path} onDone=${found.reload} />`)}>Describe</${Button}>`}
       ${(one.source || one.job?.path) && html`<${Button} onClick=${() => reload(one.source || one.job.path)}>Load again</${Button}>`}
+      ${isMissing && html`<${Button} onClick=${() => act("The failure was dismissed", () => api("DELETE", path)).then(() => go(["adapters"]))}>Dismiss</${Button}>`}
       ${one.state !== "REMOVED" && !isMissing && html`<${Button} kind="quiet-danger" onClick=${() => confirmName({
         title: `Unload ${name}`, name, submit: "Unload", done: `${name} was unloaded`,
         what: "New requests for it are refused. Running ones finish, then its memory is freed on every replica.",

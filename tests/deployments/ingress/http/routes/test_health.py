@@ -186,6 +186,9 @@ async def test_the_status_says_what_the_command_shows(http: httpx.AsyncClient) -
     assert (await http.post("/v1/loras?wait=true", json={"name": "gone", "path": "gone"})).status_code == 404
     (failure,) = (await http.get("/v1/status")).json()["failures"]
     assert (failure["event"], failure["name"]) == ("failed", "gone")
+    assert (await http.delete("/v1/loras/gone")).json()["state"] == "REMOVED"
+    assert (await http.get("/v1/status")).json()["failures"] == [], "it was dismissed"
+    assert (await http.get("/v1/loras/gone")).status_code == 404
 
 
 async def test_an_adapter_that_cannot_be_read_says_why_to_who_manages_it(
