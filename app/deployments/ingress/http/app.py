@@ -23,10 +23,9 @@ from app.deployments.ingress.error_responses import ErrorReply, error_reply
 from app.deployments.ingress.http.base_router import BaseRouter
 from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
 from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
-from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware
-from app.deployments.ingress.http.middleware.request_log import RequestLogMiddleware, note_failure
+from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware, is_console
+from app.deployments.ingress.http.middleware.request_log import PROBES, RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.middleware.sessions import ConsoleSessions
-from app.deployments.ingress.http.middleware.tracing import TracingMiddleware
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
 from app.deployments.ingress.http.request_parsing import (
     DirectRoute,
@@ -54,6 +53,7 @@ from app.deployments.ingress.principal import http_principal
 from app.deployments.ingress.schemas.response_model import ErrorResponse
 from app.deployments.ingress.serializers.messages import error_body_for
 from app.deployments.ingress.service import IngressService
+from app.deployments.ingress.tracing import RequestTracer
 from app.deployments.tenancy.quota.address_limiter import AddressLimiter
 from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import PolyloraError
@@ -214,3 +214,18 @@ class HeadAsGet:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
+class TracingMiddleware:
+    """Makes the spans of HTTP requests, around all other middleware but the log. Probes and the console's files have
+    none."""
+
+    def __init__(self, app: ASGIApp, tracer: RequestTracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in PROBES or is_console(scope["path"]):
+            await self._app(scope, receive, send)
+        else:
+            await self._tracer.follow(self._app, scope, receive, send)

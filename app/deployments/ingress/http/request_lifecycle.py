@@ -71,6 +71,17 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
+async def run_task(
+    request: Request, service: IngressService, task: GenerationTask, route: str, work: Awaitable[T]
+) -> T:
+    """The result of a task's work, counted as a success; if the client disconnects first, counted as 499. What `work`
+    raises is counted by the error handlers."""
+    with observe_if_cancelled(service, route, task):
+        result = await run_until_disconnect(request, work)
+    service.observe(route, 200, task)
+    return result
+
+
 async def first_event(
     request: Request, events: AsyncGenerator[bytes], assigned: asyncio.Event
 ) -> asyncio.Future[bytes]:
@@ -133,10 +144,13 @@ def responses_field_names() -> Iterator[None]:
         raise
 
 
-def json_response(service: IngressService, task: GenerationTask, route: str, body: dict[str, Any]) -> Response:
-    """A complete JSON answer, counted."""
-    service.observe(route, 200, task)
-    return JSONResponse(body, headers=adapter_header(task) | service.accounting.headers(task.caller))
+def answer_headers(service: IngressService, task: GenerationTask) -> dict[str, str]:
+    """The headers of an answer: about its adapter, and the caller's remaining limits."""
+    return adapter_header(task) | service.accounting.headers(task.caller)
+
+
+def json_response(service: IngressService, task: GenerationTask, body: dict[str, Any]) -> Response:
+    return JSONResponse(body, headers=answer_headers(service, task))
 
 
 async def stream_response(
@@ -145,5 +159,5 @@ async def stream_response(
     """A stream of events. An error before the request is admitted is raised, so that the response has its status."""
     with observe_if_cancelled(service, route, task):
         first = await first_event(request, events, task.progress.assigned)
-    headers = adapter_header(task) | service.accounting.headers(task.caller)
+    headers = answer_headers(service, task)
     return EventStream(first, events, lambda status: service.observe(route, status, task), headers, b"", error_event)

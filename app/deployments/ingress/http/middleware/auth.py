@@ -19,6 +19,7 @@ from app.deployments.ingress.http.middleware.origin_check import (
     error_response,
     is_console,
 )
+from app.deployments.ingress.http.middleware.request_log import PROBES
 from app.deployments.ingress.http.middleware.sessions import ENVIRONMENT_KEY, ConsoleSessions, Session
 from app.deployments.ingress.principal import STATE, Principal, address_of
 from app.deployments.ingress.serializers.messages import is_messages
@@ -31,8 +32,6 @@ from app.deployments.tenancy.quota.limits import LimitError
 from app.engine.errors import InvalidRequest, PolyloraError
 from app.redaction import holds_key
 
-#: The probes.
-PUBLIC_PATHS = frozenset({"/health", "/readyz", "/livez"})
 SESSION_PATH = "/v1/session"
 
 
@@ -121,7 +120,7 @@ class Authenticator:
 def _is_public(scope: Scope) -> bool:
     """Whether a request needs no caller: a probe, a file of the console, or signing out, also after a session's end."""
     path: str = scope["path"]
-    return path in PUBLIC_PATHS or is_console(path) or (path == SESSION_PATH and scope["method"] == "DELETE")
+    return path in PROBES or is_console(path) or (path == SESSION_PATH and scope["method"] == "DELETE")
 
 
 def _check_url(scope: Scope) -> None:

@@ -15,8 +15,7 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.ingress.http.openapi import EVENT_STREAM, MESSAGES_ERROR
 from app.deployments.ingress.http.request_lifecycle import (
     json_response,
-    observe_if_cancelled,
-    run_until_disconnect,
+    run_task,
     start_task,
     stream_response,
 )
@@ -48,9 +47,8 @@ def _add_message_routes(app: FastAPI, service: IngressService) -> None:
         task = await start_task(request, service, chat)
         if body.stream:
             return await stream_response(request, service, task, "messages", message_events(task, body.model))
-        with observe_if_cancelled(service, "messages", task):
-            blocks, end = await run_until_disconnect(request, collect_blocks(task))
-        return json_response(service, task, "messages", message_body(task, body.model, blocks, end))
+        blocks, end = await run_task(request, service, task, "messages", collect_blocks(task))
+        return json_response(service, task, message_body(task, body.model, blocks, end))
 
     @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERROR)
     async def count_tokens(request: Request, body: JsonBody[CountTokensRequest]) -> Response:

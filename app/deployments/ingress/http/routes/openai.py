@@ -14,9 +14,10 @@ from app.deployments.ingress.http.event_stream import EventStream
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
-    adapter_header,
+    answer_headers,
     first_event,
     observe_if_cancelled,
+    run_task,
     run_until_disconnect,
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
@@ -67,15 +68,13 @@ async def _respond(
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
     serializer = chat_serializer(body, task)
-    headers = adapter_header(task) | service.accounting.headers(task.caller)
+    headers = answer_headers(service, task)
     if not body.stream:
 
         async def content() -> bytes:
             return await serializer.content(await task.answers(), task.num_per_prompt)
 
-        with observe_if_cancelled(service, route, task):
-            found = await run_until_disconnect(request, content())
-        service.observe(route, 200, task)
+        found = await run_task(request, service, task, route, content())
         return Response(found, media_type="application/json", headers=headers)
     events = completion_events(task, serializer)
     with observe_if_cancelled(service, route, task):
@@ -93,11 +92,8 @@ def _add_embeddings_route(app: FastAPI, service: IngressService) -> None:
         async def content() -> bytes:
             return await answer(task, body, await vectors(task))
 
-        with observe_if_cancelled(service, "embeddings", task):
-            found = await run_until_disconnect(request, content())
-        service.observe("embeddings", 200, task)
-        headers = adapter_header(task) | service.accounting.headers(caller)
-        return Response(found, media_type="application/json", headers=headers)
+        found = await run_task(request, service, task, "embeddings", content())
+        return Response(found, media_type="application/json", headers=answer_headers(service, task))
 
 
 def _add_selection_route(app: FastAPI, service: IngressService) -> None:
@@ -122,9 +118,7 @@ def _add_generate_route(app: FastAPI, service: IngressService) -> None:
         """Continue texts, each with its own adapter or none."""
         caller, request_id = inference_principal(request), request_id_of(request)
         task = request.state.task = await service.preprocessor.generate(body, caller, request_id)
-        with observe_if_cancelled(service, "generate", task):
-            answers = await run_until_disconnect(request, task.answers())
-        service.observe("generate", 200, task)
+        answers = await run_task(request, service, task, "generate", task.answers())
         results = [generate_result(task, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
         return JSONResponse(results[0] if is_single else results, headers=service.accounting.headers(caller))

@@ -83,7 +83,8 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
             content = response_body(task, body, blocks, end, stored_id)
             if store is not None:
                 await store(content)
-        return json_response(service, task, "responses", content)
+        service.observe("responses", 200, task)
+        return json_response(service, task, content)
 
     @app.post("/v1/responses/input_tokens", response_model=InputTokens)
     async def input_tokens(request: Request, body: JsonBody[InputTokensRequest]) -> Response:

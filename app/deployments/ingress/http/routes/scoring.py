@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from app.deployments.ingress.http.middleware.request_log import request_id_of
-from app.deployments.ingress.http.request_lifecycle import adapter_header, observe_if_cancelled, run_until_disconnect
+from app.deployments.ingress.http.request_lifecycle import answer_headers, run_task
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.scoring import (
@@ -39,10 +39,8 @@ def add_scoring_routes(app: FastAPI, service: IngressService) -> None:
 
 
 async def _respond(request: Request, service: IngressService, body: ScoringRequest, route: str) -> Response:
-    caller = inference_principal(request)
-    task = request.state.task = await service.scorer.task(body, caller, request_id_of(request))
-    with observe_if_cancelled(service, route, task):
-        found = await run_until_disconnect(request, scoring_answer(task, body, service.accounting.clock()))
-    service.observe(route, 200, task)
-    headers = adapter_header(task) | service.accounting.headers(caller)
-    return Response(found, media_type="application/json", headers=headers)
+    task = await service.scorer.task(body, inference_principal(request), request_id_of(request))
+    request.state.task = task
+    work = scoring_answer(task, body, service.accounting.clock())
+    found = await run_task(request, service, task, route, work)
+    return Response(found, media_type="application/json", headers=answer_headers(service, task))

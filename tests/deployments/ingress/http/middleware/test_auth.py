@@ -15,8 +15,9 @@ import pytest_asyncio
 from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, SECRETS_KEY, AuthMode, HttpConfig
 from app.deployments.ingress.accounting import TenantTableClient
 from app.deployments.ingress.http.app import make_app
-from app.deployments.ingress.http.middleware.auth import PUBLIC_PATHS, SESSION_PATH
+from app.deployments.ingress.http.middleware.auth import SESSION_PATH
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.middleware.request_log import PROBES
 from app.deployments.ingress.http.openapi import api_routes, flat_routes
 from app.deployments.registry.models import LoadRequest
 from app.deployments.tenancy.auth.key_crypto import environment_digest, key_digest, new_key
@@ -355,7 +356,7 @@ async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(or
         elif path.startswith(("/v1/organization", "/v1/tenants")):
             answer = await org.ask("ada", method, filled, json={})
             assert answer.status_code == 403, path
-        if path not in PUBLIC_PATHS and (method, path) != ("DELETE", SESSION_PATH):
+        if path not in PROBES and (method, path) != ("DELETE", SESSION_PATH):
             assert (await org.http.request(method, filled)).status_code == 401, path
 
 
