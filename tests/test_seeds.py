@@ -19,8 +19,7 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.formats.reading import read_raw_adapter
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.pools.adapter_pool import AdapterPool
 from tests.engine.adapters.formats.test_peft_parity import ALL, PEFT_WARNINGS
@@ -52,7 +51,7 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Seed:
     for rank, path in zip(RANKS, folders, strict=True):
         config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=ALL)
         save_random_adapter(model, path, config)
-    adapters = [read_peft(path, backend.spec) for path in folders]
+    adapters = [read_adapter(path, backend.spec) for path in folders]
     return Seed(model, backend, folders, adapters, random_tokens(model))
 
 
@@ -62,7 +61,7 @@ def test_the_round_trip_is_exact(seed: Seed, tmp_path: Path) -> None:
     write_peft_folder(tmp_path / "again", read_card(tmp_path / "it.lora.arrow").raw)
     again = read_raw_adapter(tmp_path / "again", seed.backend.spec)
     assert again == stored
-    assert read_peft(tmp_path / "again", seed.backend.spec).card.digest == seed.adapters[0].card.digest
+    assert read_adapter(tmp_path / "again", seed.backend.spec).card.digest == seed.adapters[0].card.digest
 
 
 def test_forward_equals_the_definition(seed: Seed) -> None:

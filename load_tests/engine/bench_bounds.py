@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
@@ -96,7 +96,7 @@ def run(settings: Settings) -> str:
     memory = torch.zeros(_READ_BYTES // 4)
     with tempfile.TemporaryDirectory() as folder:
         folders = write_random_adapters(Path(folder), spec, most, [settings.rank], settings.seed)
-        adapters = [read_peft(path, spec) for path in folders]
+        adapters = [read_adapter(path, spec) for path in folders]
         decoder = EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)
         prompt = rng.integers(0, spec.vocab_size, settings.num_prompt_tokens).tolist()
         short = rng.integers(0, spec.vocab_size, (most, 16)).tolist()

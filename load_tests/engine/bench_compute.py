@@ -19,7 +19,7 @@ import numpy as np
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import Compute, CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
@@ -59,7 +59,7 @@ def run(settings: Settings) -> str:
     before, checkpoint = environment(), load_checkpoint(settings.model)
     with tempfile.TemporaryDirectory() as folder:
         paths = write_random_adapters(Path(folder), checkpoint.spec, settings.num_adapters, settings.ranks, seed=0)
-        adapters = [read_peft(path, checkpoint.spec) for path in paths]
+        adapters = [read_adapter(path, checkpoint.spec) for path in paths]
     decoders = {compute: _decoder(settings, checkpoint, adapters, compute) for compute in get_args(Compute)}
     generator = np.random.default_rng(0)
     vocabulary, most = checkpoint.spec.vocab_size, max(settings.streams)

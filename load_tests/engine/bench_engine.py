@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import Compute, CpuConfig, CudaConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
@@ -106,7 +106,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: 
     folders = write_random_adapters(
         folder, checkpoint.spec, most, settings.ranks, settings.seed, settings.bf16_adapters
     )
-    adapters = [read_peft(path, checkpoint.spec) for path in folders]
+    adapters = [read_adapter(path, checkpoint.spec) for path in folders]
     # Ranks are rounded up to powers of two; twice their sum always fits.
     rank_rows = max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters))
     found: dict[str, Decoder] = {}

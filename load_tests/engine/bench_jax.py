@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
@@ -65,7 +65,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     folders = write_random_adapters(
         folder, checkpoint.spec, settings.num_adapters, settings.ranks, settings.seed, bf16=True
     )
-    adapters = [read_peft(path, checkpoint.spec) for path in folders]
+    adapters = [read_adapter(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
         lora_pool_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import CpuConfig, EngineConfig, WeightDtype
 from app.engine.factory import new_engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
@@ -112,7 +112,7 @@ def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> 
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
     weight_dtypes: dict[str, WeightDtype] = {GROUPED: "auto", IN_FLOAT32: "float32", MERGED: "auto"}
-    adapters = [read_peft(path, checkpoint.spec) for path in paths]
+    adapters = [read_adapter(path, checkpoint.spec) for path in paths]
     found = {}
     for name, weight_dtype in weight_dtypes.items():
         config = EngineConfig(

@@ -32,7 +32,7 @@ from peft import PeftModel
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
@@ -132,7 +132,7 @@ def decoders(settings: Settings, folder: Path, closing: contextlib.ExitStack) ->
         write_adapter(folder / f"a{index}", checkpoint.spec, settings.rank, settings.seed + index)
         for index in range(settings.num_adapters)
     ]
-    adapters = [read_peft(path, checkpoint.spec) for path in folders]
+    adapters = [read_adapter(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
         lora_pool_rows=max(64, 2 * settings.num_adapters * max(8, settings.rank)),

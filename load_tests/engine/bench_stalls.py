@@ -26,7 +26,7 @@ import numpy as np
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.factory import load_backend
@@ -87,7 +87,7 @@ def run(settings: Settings) -> str:
         folders = write_random_adapters(
             Path(folder), checkpoint.spec, _SETS, [settings.rank], settings.seed, settings.bf16_adapters
         )
-        sets = [read_peft(path, checkpoint.spec) for path in folders]
+        sets = [read_adapter(path, checkpoint.spec) for path in folders]
     bursts, thousand = _bursts(settings, checkpoint, sets), _thousand(settings, checkpoint, sets)
     dtype = "bfloat16" if settings.bf16_adapters else "float32"
     return (

@@ -34,7 +34,7 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.backend import Backend
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig
@@ -367,7 +367,7 @@ def make_adapters(spec: ModelSpec, folder: Path) -> list[LoraAdapter]:
     adapters = []
     for index, digest in enumerate(trace(0, 1.0, 1.0).digests()):
         path = write_random_adapter(folder / f"a{index}", spec, RANKS[index % len(RANKS)], index, bf16=True)
-        adapter = read_peft(path, spec)
+        adapter = read_adapter(path, spec)
         adapters.append(replace(adapter, card=replace(adapter.card, digest=digest)))
     return adapters
 

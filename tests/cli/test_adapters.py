@@ -13,7 +13,7 @@ from app.cli import adapters as commands
 from app.cli.main import main
 from app.deployments.registry.pins import EngineCapacity
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.errors import AdapterFormatError
 from app.engine.models.checkpoint import in_arithmetic
@@ -53,7 +53,7 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert read_card(card).name == "sql"
     assert read_card(card).metadata == {"author": "ada", "base_model_name_or_path": "tiny", "description": "SQL=fun"}
     assert _run("convert", card, tmp_path / "back") == 0
-    assert read_peft(tmp_path / "back", SPEC).card == read_peft(folder, SPEC).card
+    assert read_adapter(tmp_path / "back", SPEC).card == read_adapter(folder, SPEC).card
     capsys.readouterr()
     assert _run("convert", card, tmp_path / "back") == 1
     assert "empty folder" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_rounding_is_reported(folder: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_check_says_yes_or_why_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("check", folder, "--base", "tiny") == 0
-    assert read_peft(folder, SPEC).card.digest in capsys.readouterr().out
+    assert read_adapter(folder, SPEC).card.digest in capsys.readouterr().out
     assert _run("check", folder, "--base", "hf://org/tiny@main") == 0
     assert "yes: 4 modules of 'hf://org/tiny@main'" in capsys.readouterr().out
     assert _run("check", folder, "--base", "other") == 1
@@ -161,8 +161,8 @@ def test_digests_are_those_of_the_settings_arithmetic(
     config, key = tmp_path / "serve.yaml", tmp_path / "key"
     arguments = "{model: {uri: tiny}, engine: {cpu: {compute: int8}}}"
     config.write_text(f"applications: [{{import_path: 'app.main:build', args: {arguments}}}]")
-    digest = read_peft(folder, in_arithmetic(spec, "int8")).card.digest
-    assert digest != read_peft(folder, spec).card.digest
+    digest = read_adapter(folder, in_arithmetic(spec, "int8")).card.digest
+    assert digest != read_adapter(folder, spec).card.digest
     assert _run("check", folder, "--config", config) == 0
     assert f"digest {digest}" in capsys.readouterr().out
     assert _run("keygen", key) == 0

@@ -25,7 +25,7 @@ from app.cli.main import main
 from app.cli.ray_env import ONE_MACHINE_SWITCHES
 from app.cli.status import ray_lines, status_lines
 from app.config import AppConfig
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.models.spec import EncoderSpec, LayerSpec, MlpSpec
@@ -213,7 +213,7 @@ def test_an_engine_that_may_exceed_the_container_s_limit_is_announced() -> None:
 def test_how_many_adapters_there_is_room_for(tmp_path: Path, targets: tuple[str, ...]) -> None:
     spec = tiny_spec()
     write_peft(tmp_path, peft_config(16, targets), peft_tensors(random_arrays(spec, 16, targets)))
-    size_bytes = read_peft(tmp_path, spec).card.size_bytes // 2  # in bfloat16
+    size_bytes = read_adapter(tmp_path, spec).card.size_bytes // 2  # in bfloat16
     engine = {"lora_pool_rows": 1024, "max_loras": 256}
     adapters = {"host_cache_bytes": 100 * size_bytes + (1 << 20)}
     settings = AppConfig.model_validate({"engine": engine, "adapters": adapters})

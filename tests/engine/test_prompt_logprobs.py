@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig, PeftModel
 
 from app.engine.adapters.adapter import LoraAdapter
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
@@ -45,7 +45,7 @@ def test_adapters_equal_peft_beside_the_base_in_chunks(tmp_path: Path) -> None:
     adapters: dict[str, LoraAdapter | None] = {"base": None}
     for name, rank in (("small", 4), ("large", 16)):
         save_random_adapter(model, tmp_path / name, LoraConfig(r=rank, target_modules="all-linear"))
-        adapters[name] = read_peft(tmp_path / name, checkpoint.spec)
+        adapters[name] = read_adapter(tmp_path / name, checkpoint.spec)
         judges[name] = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / name).eval()
     prompt = rng().integers(3, 96, 45)
     sampling = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=3, num_logprobs=0, ignore_eos=True)

@@ -107,11 +107,9 @@ class Aliases:
             is_here = is_alias(connection, self._base, tenant_id, name)
             return self._entry(connection, tenant_id, name) if is_here else None
 
-    def entries(self, *, tenant_id: str | None = None) -> list[AliasEntry]:
-        """All aliases in order of name, of one tenant or of all."""
+    def entries(self) -> list[AliasEntry]:
+        """All aliases in order of name."""
         query = _with_targets(self._base).where(aliases.c.removed.is_(False))
-        if tenant_id is not None:
-            query = query.where(aliases.c.tenant_id == tenant_id)
         with self._database.read() as connection:
             return [entry for _, entry in _read(connection, query)]
 

@@ -76,7 +76,7 @@ class ReaderPool:
 
 
 def _semaphore(max_total: int, max_per_tenant: int | None = None) -> FairSemaphore:
-    most = 3 * max_total // 4 if max_per_tenant is None else max_per_tenant
+    most = max(3 * max_total // 4, 1) if max_per_tenant is None else max_per_tenant
     return FairSemaphore("an adapter's turn to be read", max_total, max_per_tenant=most, max_waiting=MAX_WAITING_READS)
 
 

@@ -38,7 +38,7 @@ def parse_object(contents: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def short(value: object, max_chars: int = 120) -> str:
-    """`repr(value)`, cut to `max_chars`, for error messages about untrusted values."""
+def short(value: object) -> str:
+    """`repr(value)`, cut to 120 characters, for error messages about untrusted values."""
     text = repr(value)
-    return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
+    return text if len(text) <= 120 else f"{text[:120]}… ({len(text)} characters)"

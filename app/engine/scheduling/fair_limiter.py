@@ -1,4 +1,4 @@
-"""Bounds that tenants share fairly, for whatever the fair queue does not reach: places, or bytes.
+"""Bounds that tenants share fairly, for whatever the fair queue does not reach: calls, entries, or bytes.
 
 `FairLimiter` admits at once or refuses, `SharedFairLimiter` does so for several threads; `FairSemaphore` lets callers
 wait for a place. The tenant that uses most is refused first: when there is no room, its newest entry gives way to a
@@ -122,7 +122,7 @@ class SharedFairLimiter(FairLimiter[K]):
 
 
 class FairSemaphore:
-    """Places, or bytes, that calls hold while they work. One event loop.
+    """Places that calls hold while they work. One event loop.
 
     The waiting call of the tenant that holds least goes first; among equals, the tenant whose turn is longest ago. A
     tenant at `max_per_tenant` waits for its own calls and holds up no other tenant.
@@ -148,34 +148,32 @@ class FairSemaphore:
         return not self._num_held and not len(self._waiting)
 
     def held_by(self, tenant_id: str) -> int:
-        """Units that a tenant's calls hold."""
+        """Places that a tenant's calls hold."""
         return self._held.get(tenant_id, 0)
 
     @asynccontextmanager
-    async def hold(self, tenant_id: str, size: int = 1) -> AsyncGenerator[None]:
-        """Hold `size` units while the block runs, after a wait if necessary; at most `max_total` of them.
+    async def hold(self, tenant_id: str) -> AsyncGenerator[None]:
+        """Hold a place while the block runs, after a wait if necessary.
 
         Raises QueueFull if too many calls wait. A deadline is the caller's: cancelling a waiting call is safe.
         """
-        assert size > 0
-        size = min(size, self.max_total)
-        await self._acquire(tenant_id, size)
+        await self._acquire(tenant_id)
         try:
             yield
         finally:
-            self._release(tenant_id, size)
+            self._release(tenant_id)
 
-    async def _acquire(self, tenant_id: str, size: int) -> None:
-        is_free = self._num_held + size <= self.max_total and self._next.first() is None
-        if is_free and tenant_id not in self._turns and self._may_hold(tenant_id, size):
-            self._take(tenant_id, size)
+    async def _acquire(self, tenant_id: str) -> None:
+        is_free = self._num_held < self.max_total and self._next.first() is None
+        if is_free and tenant_id not in self._turns and self.held_by(tenant_id) < self.max_per_tenant:
+            self._take(tenant_id)
             return
         if not self._waiting.max_total:
             raise QueueFull(
                 f"{self._name}: the limit is {self.max_total} at a time, {self.max_per_tenant} for one project; "
                 "send it again later"
             )
-        waiter = _Waiter(tenant_id, size)
+        waiter = _Waiter(tenant_id)
         for other, error in self._waiting.add(waiter, tenant_id):
             if not other.turn.done():
                 other.turn.set_exception(error)
@@ -191,20 +189,16 @@ class FairSemaphore:
                 self._rank(tenant_id)
                 self._admit()
             elif waiter.is_admitted:  # and cancelled at the same time
-                self._release(tenant_id, size)
+                self._release(tenant_id)
             raise
 
-    def _may_hold(self, tenant_id: str, size: int) -> bool:
-        held = self.held_by(tenant_id)
-        return not held or held + size <= self.max_per_tenant
+    def _take(self, tenant_id: str) -> None:
+        self._num_held += 1
+        self._held[tenant_id] = self.held_by(tenant_id) + 1
 
-    def _take(self, tenant_id: str, size: int) -> None:
-        self._num_held += size
-        self._held[tenant_id] = self.held_by(tenant_id) + size
-
-    def _release(self, tenant_id: str, size: int) -> None:
-        self._num_held -= size
-        self._held[tenant_id] -= size
+    def _release(self, tenant_id: str) -> None:
+        self._num_held -= 1
+        self._held[tenant_id] -= 1
         if not self._held[tenant_id]:
             del self._held[tenant_id]
         self._rank(tenant_id)
@@ -215,19 +209,17 @@ class FairSemaphore:
         waiter = next(self._waiting.entries_of(tenant_id), None)
         if waiter is None:
             self._turns.pop(tenant_id, None)
-        if waiter is not None and self._may_hold(tenant_id, waiter.size):
+        if waiter is not None and self.held_by(tenant_id) < self.max_per_tenant:
             self._next.set(tenant_id, (self.held_by(tenant_id), self._turns[tenant_id]))
         else:
             self._next.remove(tenant_id)
 
     def _admit(self) -> None:
-        """Admit waiting calls. One that does not fit holds up those behind it, so that it gets its turn."""
-        while (tenant_id := self._next.first()) is not None:
+        """Admit waiting calls while there are places."""
+        while self._num_held < self.max_total and (tenant_id := self._next.first()) is not None:
             waiter = next(self._waiting.entries_of(tenant_id))
-            if self._num_held + waiter.size > self.max_total:
-                return
             self._waiting.remove(waiter)
-            self._take(tenant_id, waiter.size)
+            self._take(tenant_id)
             self._turns[tenant_id] = next(self._clock)
             self._rank(tenant_id)
             waiter.is_admitted = True
@@ -238,11 +230,10 @@ class FairSemaphore:
 class _Waiter:
     """A waiting call. `turn` is done when it is admitted, has given way, or was cancelled."""
 
-    __slots__ = ("is_admitted", "size", "tenant_id", "turn")
+    __slots__ = ("is_admitted", "tenant_id", "turn")
 
-    def __init__(self, tenant_id: str, size: int) -> None:
+    def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
-        self.size = size
         self.is_admitted = False
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

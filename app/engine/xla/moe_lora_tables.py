@@ -32,7 +32,7 @@ class XlaMoeLoraTables:
     """Page allocation of a model; without experts or room there are no pages."""
 
     def __init__(self, sizes: XlaSizes, num_slots: int, max_bytes: int) -> None:
-        self._sizes, self._num_slots = sizes, num_slots
+        self._sizes = sizes
         self._modules = tuple(one for one in sizes.modules if one.num_experts is not None)
         self._columns = {
             one.name: shard_columns(one, sizes.tensor_shards) for one in sizes.whole if one.num_experts is not None

@@ -103,7 +103,7 @@ def test_bases_and_tenants_keep_their_own_names(shared_url: str) -> None:
         for tenant in ("ada", "bob"):
             add(registry, "sql", f"{tenant}{number}", tenant_id=tenant)
     assert [entry.ref.digest for entry in bases[0].catalog.entries()] == ["ada0", "bob0"]
-    assert [entry.ref.digest for entry in bases[1].catalog.entries(tenant_id="bob")] == ["bob1"]
+    assert [entry.ref.digest for entry in bases[1].catalog.entries()] == ["ada1", "bob1"]
     bases[0].catalog.begin_unload("sql", tenant_id="ada", who="ada")
     assert bases[0].catalog.get("sql", tenant_id="ada") is None
     assert bases[0].catalog.get("sql", tenant_id="bob") is not None
@@ -198,8 +198,7 @@ def test_aliases_change_by_version(registry: Registry, open_again: Callable[[], 
     assert aliases.rollback("sql", 1, **ADA).targets == first.targets
     after = aliases.put("sql", {"v2": 1}, **ADA)
     assert after.version == 4, "a version is never used for something else"
-    assert aliases.entries() == [after] == aliases.entries(tenant_id="default")
-    assert aliases.entries(tenant_id="bob") == []
+    assert aliases.entries() == [after]
     aliases.remove("sql", **ADA)
     assert aliases.get("sql", **MINE) is None
     assert aliases.entries() == []

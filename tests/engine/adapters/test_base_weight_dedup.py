@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
@@ -47,7 +47,7 @@ def test_copies_are_dropped_and_the_answers_stay(tmp_path: Path, is_tied: bool, 
     checkpoint = load_checkpoint(tmp_path / "base")
     base = {EMBEDDING: model.model.embed_tokens.weight} | ({} if is_tied else {LM_HEAD: model.lm_head.weight})
     save_adapter(tmp_path / "it", model, base)
-    adapter = read_peft(tmp_path / "it", checkpoint.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "it", checkpoint.spec, supported_features=FEATURES)
     assert set(adapter.replaced) == {EMBEDDING, LM_HEAD}
     copies = BaseWeightDedup(checkpoint, FEATURES)
     lighter = copies.without_copies(adapter)
@@ -75,7 +75,7 @@ def test_one_changed_value_is_kept(tmp_path: Path) -> None:
     changed[5, 7] = torch.nextafter(changed[5, 7], torch.tensor(9.0))
     save_adapter(tmp_path / "it", model, {EMBEDDING: model.model.embed_tokens.weight, LM_HEAD: changed})
     assert len(load_file(tmp_path / "it" / "adapter_model.safetensors")) == 6
-    adapter = read_peft(tmp_path / "it", checkpoint.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "it", checkpoint.spec, supported_features=FEATURES)
     lighter = BaseWeightDedup(checkpoint, FEATURES).without_copies(adapter)
     assert set(lighter.replaced) == {LM_HEAD}
     np.testing.assert_array_equal(lighter.replaced[LM_HEAD], changed.numpy())

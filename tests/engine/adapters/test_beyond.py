@@ -14,7 +14,7 @@ from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.peft import read_peft, read_raw_peft
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
@@ -62,10 +62,10 @@ def test_a_tensor_that_is_wrong_is_named(
     features = ("dora", "saved", "rows") if "magnitude" in says else ("embedding", "saved", "rows")
     config, tensors = peft_beyond(SPEC, features=features)
     good = write_peft(tmp_path / "good", config, tensors)
-    assert len(read_peft(good, SPEC, supported_features=FEATURES).features) == 3
+    assert len(read_adapter(good, SPEC, supported_features=FEATURES).features) == 3
     edit(tensors)
     with pytest.raises(error, match=says):
-        read_peft(write_peft(tmp_path / "bad", config, tensors), SPEC, supported_features=FEATURES)
+        read_adapter(write_peft(tmp_path / "bad", config, tensors), SPEC, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize("key", ["use_dora", "lora_bias"])
@@ -75,7 +75,7 @@ def test_an_embedding_takes_plain_lora_only(tmp_path: Path, key: str) -> None:
     part = {"use_dora": "lora_magnitude_vector", "lora_bias": "lora_B.bias"}[key]
     tensors[f"{_EMBED}.{part}"] = np.ones(24, "f4")
     with pytest.raises(AdapterFormatError, match=f"{key}.*embed_tokens"):
-        read_peft(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
+        read_adapter(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
 
 
 def _values(*shape: int) -> RawTensor:
@@ -144,15 +144,15 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     config, tensors = peft_beyond(SPEC, features=("rows",))
     config["trainable_token_indices"] = {"lm_head": [7, 64]}
     with pytest.raises(AdapterMismatch, match="64"):
-        read_peft(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
+        read_adapter(write_peft(tmp_path, config, tensors), SPEC, supported_features=FEATURES)
 
 
 def test_an_engine_is_never_given_what_it_cannot_apply(tmp_path: Path) -> None:
     folder = write_peft(tmp_path, *peft_beyond(SPEC, features=("dora", "saved")))
     with pytest.raises(AdapterMismatch, match="DoRA or trained norms"):
-        read_peft(folder, SPEC)
+        read_adapter(folder, SPEC)
     with pytest.raises(AdapterMismatch, match="cannot apply DoRA;"):
-        read_peft(folder, SPEC, supported_features=frozenset({"trained norms"}))
+        read_adapter(folder, SPEC, supported_features=frozenset({"trained norms"}))
 
 
 def test_the_digest_covers_every_part(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from app.cli.main import main
 from app.engine.adapters.adapter import FEATURES
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.merge import merge
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
@@ -49,7 +49,7 @@ def test_merged_is_what_peft_merges(option: str, tmp_path: Path) -> None:
     family, options = OPTIONS[option]
     model = saved(tmp_path, family, options)
     checkpoint = load_checkpoint(tmp_path / "base")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     assert merge(checkpoint, adapter, tmp_path / "merged") == len(adapter.weights)
     expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
@@ -72,7 +72,9 @@ def test_a_mixtures_experts_are_merged_whatever_their_tensors_are_called(family:
     save_random_adapter(model, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=4, **EXPERTS))
     checkpoint = load_checkpoint(tmp_path / "base")
     merge(
-        checkpoint, read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES), tmp_path / "merged"
+        checkpoint,
+        read_adapter(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES),
+        tmp_path / "merged",
     )
     expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float().state_dict()
@@ -90,7 +92,7 @@ def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     save_random_adapter(model, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=4, **EXPERTS))
     checkpoint = load_checkpoint(tmp_path / "base")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     with pytest.raises(AdapterMismatch, match=r"no tensor of their own for .*experts\.down_proj"):
         merge(checkpoint, adapter, tmp_path / "merged")
 
@@ -100,7 +102,7 @@ def test_each_tensor_keeps_its_type_and_its_file(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     (tmp_path / "base" / "model.safetensors").unlink()
     checkpoint = load_checkpoint(tmp_path / "base")
-    merge(checkpoint, read_peft(tmp_path / "adapter", checkpoint.spec), tmp_path / "merged")
+    merge(checkpoint, read_adapter(tmp_path / "adapter", checkpoint.spec), tmp_path / "merged")
     shards = sorted(path.name for path in (tmp_path / "base").glob("*.safetensors"))
     assert len(shards) > 1
     assert sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors")) == shards
@@ -120,7 +122,7 @@ def test_each_tensor_keeps_its_type_and_its_file(tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused_by_name(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     saved(tmp_path, "qwen2", options)
     checkpoint = load_checkpoint(tmp_path / "base")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     with pytest.raises(AdapterMismatch, match=said):
         merge(checkpoint, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists(), "nothing is written"

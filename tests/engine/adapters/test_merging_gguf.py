@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from app.cli.main import main
 from app.engine.adapters.adapter import FEATURES
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.merge import merge
 from app.engine.errors import CheckpointError
 from app.engine.models.checkpoint import load_checkpoint
@@ -60,7 +60,7 @@ def test_transformers_computes_with_the_folder_as_with_pefts(name: str, kind: Ki
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, r=4, **options)  # type: ignore[arg-type]
     save_random_adapter(model, tmp_path / "adapter", config)
     checkpoint = load_checkpoint(tmp_path / "m.gguf")
-    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "adapter", checkpoint.spec, supported_features=FEATURES)
     assert merge(checkpoint, adapter, tmp_path / "merged") == len(adapter.weights)
 
     tokens = random_tokens(model, length=40)

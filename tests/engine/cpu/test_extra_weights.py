@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig
 
 from app.engine.adapters.adapter import FEATURES, LoraAdapter
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.config import CpuConfig
 from app.engine.cpu.backend import CpuBackend
@@ -62,7 +62,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 def _read(model: Any, backend: CpuBackend, folder: Path, options: dict[str, Any]) -> LoraAdapter:
     config = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options
     save_random_adapter(model, folder, LoraConfig(**config))
-    return read_peft(folder, backend.spec, supported_features=FEATURES)
+    return read_adapter(folder, backend.spec, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -81,7 +81,7 @@ def test_every_option_in_one_batch_is_pefts_and_leaves_the_others_alone(tmp_path
         adapters[name] = _read(trained[name], backend, folders[name], options[name])
         if name in HALVES:
             halve(folders[name], HALVES[name])
-            adapters[name] = read_peft(folders[name], backend.spec)
+            adapters[name] = read_adapter(folders[name], backend.spec)
     tokens = random_tokens(model, 1, 21)
     np.testing.assert_allclose(base_logits(twin, tokens), base_logits(model, tokens), rtol=0, atol=TOLERANCE)
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 from app.engine.adapters.adapter import FEATURES
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
@@ -68,7 +68,7 @@ def test_an_adapter_gives_pefts_logits(family: str, targets: str | list[str], tm
     backend = backend_of(model, tmp_path / "base")
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=2, target_modules=targets)
     save_random_adapter(model, tmp_path / "it", config)
-    adapter = read_peft(tmp_path / "it", backend.spec, supported_features=FEATURES)
+    adapter = read_adapter(tmp_path / "it", backend.spec, supported_features=FEATURES)
     tokens = random_tokens(model, length=40)
     base, served = served_logits(backend, [None, adapter], tokens)
     backend.close()
@@ -84,7 +84,7 @@ def test_adapters_that_train_norms_are_refused(tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
     save_random_adapter(model, tmp_path / "it", config)
     with pytest.raises(AdapterMismatch, match=r"which multiply by 1 \+ w, are not served"):
-        read_peft(tmp_path / "it", spec, supported_features=FEATURES)
+        read_adapter(tmp_path / "it", spec, supported_features=FEATURES)
 
 
 def test_engines_without_gemmas_arithmetic_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from peft import LoraConfig
 
 from app.engine.adapters.adapter import FEATURES, LoraAdapter
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.cuda.backend import CudaBackend
 from tests.engine.adapters.formats.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, tiny_model
@@ -26,7 +26,7 @@ pytestmark = PEFT_WARNINGS
 def _read(model: Any, backend: CudaBackend, folder: Path, options: dict[str, Any]) -> LoraAdapter:
     config = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options
     save_random_adapter(model, folder, LoraConfig(**config))
-    return read_peft(folder, backend.spec, supported_features=FEATURES)
+    return read_adapter(folder, backend.spec, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize(("tied", "batch_invariant"), [(True, False), (False, True)])

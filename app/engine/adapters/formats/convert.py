@@ -37,7 +37,7 @@ _ROUTER_PATHS = tuple(f".mlp.{name}" for name in ROUTERS)
 
 
 def write_peft_folder(folder: Path, raw: RawAdapter) -> None:
-    """Write a folder that PEFT and `read_peft` read as the same adapter. Quantised tensors become F32."""
+    """Write a folder that PEFT and `read_raw_peft` read as the same adapter. Quantised tensors become F32."""
     experts, modules = fuse_experts(
         replace(module, a=_dequantize_tensor(module.a), b=_dequantize_tensor(module.b)) for module in raw.modules
     )

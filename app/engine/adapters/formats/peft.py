@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from app.engine.adapters.adapter import LoraAdapter
-from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
 from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.formats.peft_config import CLASSIFIES, CONFIG_NAME, PeftConfig, parse_config
@@ -48,15 +46,6 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(\w+\.\w+)")
 #: Modules whose input, or output, has the model's hidden size.
 _READ_HIDDEN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _WRITE_HIDDEN = ("self_attn.o_proj", "mlp.down_proj")
-
-
-def read_peft(
-    folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, supported_features: frozenset[str] = frozenset()
-) -> LoraAdapter:
-    """The adapter in `folder`, ready to serve on `spec`. Raises an AdapterError; supported_features: see
-    `build_adapter`.
-    """
-    return build_adapter(read_raw_peft(folder, spec, limits), spec, limits, supported_features)
 
 
 def read_raw_peft(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> RawAdapter:

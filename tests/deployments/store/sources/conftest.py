@@ -17,7 +17,7 @@ from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.sources.source_resolution import Fetcher, Sources
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.model_names import check_name
@@ -46,7 +46,7 @@ class Store(HostAdapterCache[PackedAdapter]):
 def new_adapter(folder: Path, rank: int = 2) -> tuple[dict[str, bytes], AdapterCard]:
     """(files by name, the card they have) of a fresh random adapter, written to `folder`."""
     write_peft(folder, peft_config(rank, ["q_proj"]), peft_tensors(random_arrays(SPEC, rank, ["q_proj"])))
-    return {file.name: file.read_bytes() for file in folder.iterdir()}, read_peft(folder, SPEC).card
+    return {file.name: file.read_bytes() for file in folder.iterdir()}, read_adapter(folder, SPEC).card
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def card(tmp_path: Path, files: dict[str, bytes]) -> AdapterCard:  # noqa: ARG001  (written by it)
-    return read_peft(tmp_path / "original", SPEC).card
+    return read_adapter(tmp_path / "original", SPEC).card
 
 
 @pytest.fixture(scope="module")

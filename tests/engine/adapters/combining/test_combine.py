@@ -29,7 +29,7 @@ from app.engine.adapters.combining.combination import (
     parse_combination,
 )
 from app.engine.adapters.combining.combine import combine
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.errors import CombinationError, InvalidRequest
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS
@@ -108,7 +108,7 @@ def test_combinations_are_those_of_peft(method: Any, layout: str, tmp_path: Path
     model = tiny_model("phi3" if layout == "fused" else "llama", tie_word_embeddings=False)
     spec, tokens = spec_of(model), random_tokens(model)
     folders = saved(model, tmp_path, options)
-    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    adapters = {name: read_adapter(folder, spec) for name, folder in folders.items()}
     asked: dict[str, Any] = {} if method in ("cat", "linear", "svd") else {"density": 0.6}
     chosen = CombinationMethod(method, **asked)
     if layout == "mixed ranks" and method != "cat" and not method.endswith("svd"):
@@ -129,7 +129,7 @@ def test_an_rslora_in_front_makes_the_sum_no_larger(method: Any, num_adapters: i
     spec, tokens = spec_of(model), random_tokens(model)
     options = dict(list({"tone": EQUAL_RANKS["tone"], **EQUAL_RANKS}.items())[:num_adapters])
     folders = saved(model, tmp_path, options)
-    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    adapters = {name: read_adapter(folder, spec) for name, folder in folders.items()}
     derived = our_logits(model, mixed_by_us(adapters, spec, CombinationMethod(method)), tokens)
     for name in folders:
         file = tmp_path / name / "adapter_config.json"
@@ -150,7 +150,7 @@ def test_without_a_rank_an_svd_has_the_largest_of_any_module(method: Any, tmp_pa
     options = {"sql": {"target_modules": ["q_proj"], "r": 12, "rank_pattern": {"q_proj": 3}}}
     options["tone"] = {"target_modules": ["q_proj", "v_proj"], "r": 5}
     folders = saved(model, tmp_path, options)
-    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    adapters = {name: read_adapter(folder, spec) for name, folder in folders.items()}
     asked = {} if method == "svd" else {"density": 0.6}
     found = {}
     for rank, peft_rank in ((None, 5), (12, None)):
@@ -169,7 +169,7 @@ def test_an_alpha_of_zero_adds_nothing_and_is_refused_where_it_would_vote(method
     model = tiny_model("llama", tie_word_embeddings=False)
     spec, tokens = spec_of(model), random_tokens(model)
     folders = saved(model, tmp_path, EQUAL_RANKS | {"law": EQUAL_RANKS["law"] | {"lora_alpha": 0}})
-    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    adapters = {name: read_adapter(folder, spec) for name, folder in folders.items()}
     asked: dict[str, Any] = {} if method in ("linear", "svd") else {"density": 0.6}
     chosen = CombinationMethod(method, **asked)
     if method in ("ties", "dare_ties"):
@@ -230,7 +230,7 @@ def test_what_has_no_sum_is_refused_by_name(
     spec = spec_of(model)
     plain = {"target_modules": ["q_proj", "v_proj"], "r": 4}
     folders = saved(model, tmp_path, {"sql": plain | options, "tone": plain})
-    adapters = {name: read_peft(folder, spec, supported_features=FEATURES) for name, folder in folders.items()}
+    adapters = {name: read_adapter(folder, spec, supported_features=FEATURES) for name, folder in folders.items()}
     if said is None:
         assert mixed_by_us(adapters, spec, CombinationMethod(method)).card.max_rank == 8
         return
@@ -244,7 +244,7 @@ def test_lora_bias_is_summed_with_its_delta(tmp_path: Path) -> None:
     spec = spec_of(model)
     options = {"target_modules": ["q_proj"], "r": 4, "lora_bias": True}
     folders = saved(model, tmp_path, {"sql": options, "tone": options | {"r": 2}})
-    adapters = {name: read_peft(folder, spec, supported_features=FEATURES) for name, folder in folders.items()}
+    adapters = {name: read_adapter(folder, spec, supported_features=FEATURES) for name, folder in folders.items()}
     derived, key = mixed_by_us(adapters, spec, CombinationMethod()), LoraKey(0, "q_proj")
     expected = sum(np.float32(WEIGHTS[name]) * one.delta_biases[key] for name, one in adapters.items())
     np.testing.assert_allclose(derived.delta_biases[key], expected, atol=1e-7)

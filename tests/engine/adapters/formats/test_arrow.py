@@ -29,7 +29,7 @@ from app.engine.adapters.formats.arrow import (
 )
 from app.engine.adapters.formats.arrow_rows import CardRow, raw_adapter_from_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.formats.peft import read_peft, read_raw_peft
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.quantize import delta_error, dequantize, quantize
@@ -161,7 +161,7 @@ def test_a_card_serves_the_same_adapter_as_its_folder(tmp_path: Path) -> None:
     write_peft_folder(tmp_path / "peft", stored)
     path = _write(tmp_path, stored)
     from_card, from_folder = read_adapter(path, SPEC), read_adapter(tmp_path / "peft", SPEC)
-    assert from_card.card == from_folder.card == read_peft(tmp_path / "peft", SPEC).card
+    assert from_card.card == from_folder.card == read_adapter(tmp_path / "peft", SPEC).card
     for key, pair in from_folder.weights.items():
         for one, other in zip(pair, from_card.weights[key], strict=True):
             np.testing.assert_array_equal(one, other)
@@ -327,7 +327,7 @@ def test_quantised_storage_states_its_error(tmp_path: Path, dtype: str) -> None:
     plain = sum(len(t.data) for m in stored.modules for t in (m.a, m.b))
     assert size / plain < {"I8": 0.28, "I4": 0.16}[dtype]
     write_peft_folder(tmp_path / "plain", card.raw)
-    served, again = read_adapter(path, SPEC), read_peft(tmp_path / "plain", SPEC)
+    served, again = read_adapter(path, SPEC), read_adapter(tmp_path / "plain", SPEC)
     for key, pair in served.weights.items():
         np.testing.assert_array_equal(pair.b, again.weights[key].b)
     assert served.card.digest != build_adapter(stored, SPEC).card.digest

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from app.cli.main import main
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.formats.other_layouts import read_other_layout
-from app.engine.adapters.formats.peft import read_peft, read_raw_peft
+from app.engine.adapters.formats.peft import read_raw_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.errors import AdapterFormatError
 from app.engine.models.checkpoint import load_checkpoint
 from tests.engine.checkpoints import save, tiny_model
@@ -85,7 +86,7 @@ class Trained:
         target = self.folder / "converted"
         assert main(["convert", str(source), str(target), *options]) == 0
         digests = {
-            read_peft(folder, self.spec, supported_features=FEATURES).card.digest
+            read_adapter(folder, self.spec, supported_features=FEATURES).card.digest
             for folder in (target, self.folder / "peft")
         }
         assert len(digests) == 1

@@ -22,7 +22,7 @@ from peft import LoraConfig
 from app.engine.adapters.adapter import BFLOAT16, LoraKey
 from app.engine.adapters.formats import patterns
 from app.engine.adapters.formats import peft_config as peft_config_file
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
@@ -45,7 +45,7 @@ SPEC = tiny_spec()
 def test_every_target_is_read_with_its_scale_folded(tmp_path: Path, dtype: str) -> None:
     arrays = random_arrays(SPEC, 4)
     tensors = peft_tensors(arrays, dtype)
-    adapter = read_peft(write_peft(tmp_path, peft_config(4, lora_alpha=10), tensors), SPEC)
+    adapter = read_adapter(write_peft(tmp_path, peft_config(4, lora_alpha=10), tensors), SPEC)
     assert set(adapter.weights) == {LoraKey(layer, target) for layer in range(2) for target in DENSE_TARGETS}
     for key, (a, b) in adapter.weights.items():
         prefix = f"base_model.model.{module_path(key.layer, key.target)}"
@@ -79,7 +79,7 @@ def test_ranks_and_alphas_follow_patterns_and_rslora(tmp_path: Path) -> None:
         rank_pattern={"^model.layers.0.self_attn.q_proj": 6, "q_proj": 4},
         alpha_pattern={r".*layers\.1\..*": 0.5, "down_proj": 0, "proj": 99},
     )
-    adapter = read_peft(write_peft(tmp_path, config, peft_tensors(arrays)), SPEC)
+    adapter = read_adapter(write_peft(tmp_path, config, peft_tensors(arrays)), SPEC)
     scales = {
         (0, "q_proj"): -3 / math.sqrt(6),
         (1, "q_proj"): 0.5 / math.sqrt(4),
@@ -104,7 +104,7 @@ def test_a_fused_module_shares_a_and_splits_b(tmp_path: Path) -> None:
         tensors[f"{prefix}.mlp.gate_up_proj.lora_A.weight"] = gate_a
         tensors[f"{prefix}.mlp.gate_up_proj.lora_B.weight"] = gate_b
     config = peft_config(3, ["qkv_proj", "gate_up_proj"], lora_alpha=6)
-    adapter = read_peft(write_peft(tmp_path, config, tensors), SPEC)
+    adapter = read_adapter(write_peft(tmp_path, config, tensors), SPEC)
     for target, rows in {"q_proj": (0, 32), "k_proj": (32, 48), "v_proj": (48, 64)}.items():
         pair = adapter.weights[LoraKey(1, target)]
         np.testing.assert_array_equal(pair.a, a)
@@ -129,7 +129,7 @@ def test_a_fused_module_shares_a_and_splits_b(tmp_path: Path) -> None:
 )
 def test_target_modules_select_as_in_peft(tmp_path: Path, modules: Any, present: set[tuple[int, str]]) -> None:
     arrays = {key: pair for key, pair in random_arrays(SPEC, 2).items() if key in present}
-    adapter = read_peft(write_peft(tmp_path, peft_config(2, target_modules=modules), peft_tensors(arrays)), SPEC)
+    adapter = read_adapter(write_peft(tmp_path, peft_config(2, target_modules=modules), peft_tensors(arrays)), SPEC)
     assert {(key.layer, key.target) for key in adapter.weights} == present
 
 
@@ -147,7 +147,7 @@ def test_target_modules_select_as_in_peft(tmp_path: Path, modules: Any, present:
 def test_layers_can_be_chosen_or_excluded(tmp_path: Path, changes: dict[str, object]) -> None:
     arrays = {key: pair for key, pair in random_arrays(SPEC, 2, ["q_proj", "up_proj"]).items() if key[0] == 1}
     config = peft_config(2, ["q_proj", "up_proj"], **changes)
-    adapter = read_peft(write_peft(tmp_path, config, peft_tensors(arrays)), SPEC)
+    adapter = read_adapter(write_peft(tmp_path, config, peft_tensors(arrays)), SPEC)
     assert set(adapter.weights) == {LoraKey(1, "q_proj"), LoraKey(1, "up_proj")}
 
 
@@ -157,7 +157,7 @@ def test_digest_follows_contents_not_their_packaging(tmp_path: Path) -> None:
     config = peft_config(2, ["q_proj", "o_proj"], lora_alpha=4)
 
     def digest(folder: str, config: dict[str, object], tensors: dict[str, Any], base: str = "base") -> str:
-        return read_peft(write_peft(tmp_path / folder, config, tensors), tiny_spec(digest=base)).card.digest
+        return read_adapter(write_peft(tmp_path / folder, config, tensors), tiny_spec(digest=base)).card.digest
 
     original = digest("a", config, tensors)
     other_packaging = config | {"base_model_name_or_path": "elsewhere", "r": 2, "target_modules": "all-linear"}
@@ -247,7 +247,7 @@ def test_a_tensor_that_is_wrong_is_named(
 ) -> None:
     tensors = _edit_tensors(edit)(peft_tensors(random_arrays(SPEC, 2, ["q_proj"])))
     with pytest.raises(error) as caught:
-        read_peft(write_peft(tmp_path, peft_config(2, ["q_proj"], lora_alpha=100), tensors), SPEC)
+        read_adapter(write_peft(tmp_path, peft_config(2, ["q_proj"], lora_alpha=100), tensors), SPEC)
     assert type(caught.value) is error
     for name in names:
         assert name in str(caught.value)
@@ -346,7 +346,7 @@ def test_every_field_of_peft_is_decided() -> None:
 def test_a_setting_that_is_wrong_or_not_served_is_named(tmp_path: Path, key: str, value: object) -> None:
     config = peft_config(2, ["q_proj"], **{key: value})
     with pytest.raises(AdapterFormatError) as caught:
-        read_peft(write_peft(tmp_path, config, peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))), SPEC)
+        read_adapter(write_peft(tmp_path, config, peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))), SPEC)
     assert type(caught.value) is AdapterFormatError
     assert key in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -370,7 +370,7 @@ def test_a_pattern_cannot_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     handler = signal.getsignal(signal.SIGPROF)
     start_s = time.process_time()
     with pytest.raises(AdapterFormatError, match=rf"{key}: pattern .* takes longer than 0.05 s of processor time"):
-        read_peft(write_peft(tmp_path, config, peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))), SPEC)
+        read_adapter(write_peft(tmp_path, config, peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))), SPEC)
     assert time.process_time() - start_s < 5
     assert signal.getsignal(signal.SIGPROF) is handler
     assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
@@ -382,15 +382,15 @@ def test_patterns_run_in_a_process_of_their_own_outside_the_main_thread(tmp_path
     wrong = write_peft(tmp_path / "wrong", peft_config(2, target_modules="(q_proj"), tensors)
     slow = write_peft(tmp_path / "slow", peft_config(2, target_modules=SLOW), tensors)
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(read_peft, good, SPEC).result().card.targets == ("q_proj",)
+        assert thread.submit(read_adapter, good, SPEC).result().card.targets == ("q_proj",)
         for folder, message in ((wrong, r"pattern '\(q_proj' is not understood"), (slow, "takes longer than 1 s")):
             with pytest.raises(AdapterFormatError, match=message):
-                thread.submit(read_peft, folder, SPEC).result()
+                thread.submit(read_adapter, folder, SPEC).result()
 
 
 def test_an_adapter_for_another_model_matches_nothing(tmp_path: Path) -> None:
     with pytest.raises(AdapterMismatch, match="c_attn"):
-        read_peft(write_peft(tmp_path, peft_config(2, ["c_attn"]), {}), SPEC)
+        read_adapter(write_peft(tmp_path, peft_config(2, ["c_attn"]), {}), SPEC)
 
 
 def test_a_module_saved_fused_and_split_is_refused(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_a_module_saved_fused_and_split_is_refused(tmp_path: Path) -> None:
         tensors[f"{prefix}.lora_A.weight"] = np.ones((2, 24), "f4")
         tensors[f"{prefix}.lora_B.weight"] = np.ones((64, 2), "f4")
     with pytest.raises(AdapterFormatError, match="q_proj"):
-        read_peft(write_peft(tmp_path, peft_config(2, ["q_proj", "qkv_proj"]), tensors), SPEC)
+        read_adapter(write_peft(tmp_path, peft_config(2, ["q_proj", "qkv_proj"]), tensors), SPEC)
 
 
 def _raw_config(text: bytes) -> Callable[[Path], object]:
@@ -468,10 +468,10 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[Path], obje
     folder = write_peft(
         tmp_path / "adapter", peft_config(2, ["q_proj"]), peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))
     )
-    assert read_peft(folder, SPEC).card.max_rank == 2
+    assert read_adapter(folder, SPEC).card.max_rank == 2
     damage(folder)
     with pytest.raises((AdapterFormatError, AdapterTooLarge)) as caught:
-        read_peft(folder, SPEC)
+        read_adapter(folder, SPEC)
     assert says in str(caught.value)
 
 
@@ -486,10 +486,10 @@ def test_limits_are_kept(tmp_path: Path) -> None:
         (replace(limits, max_weight_bytes=1000), "at most 1000"),
     ]:
         with pytest.raises(AdapterTooLarge, match=says):
-            read_peft(folder, SPEC, tight)
+            read_adapter(folder, SPEC, tight)
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     for place in (tmp_path / "nothing", Path(os.devnull)):
         with pytest.raises(AdapterFormatError, match="not a folder"):
-            read_peft(place, SPEC)
+            read_adapter(place, SPEC)

@@ -21,7 +21,6 @@ from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
@@ -68,7 +67,7 @@ def logits(kind: str, folder: Path) -> tuple[NDArray[np.float32], NDArray[np.flo
     """(ours, PEFT's)"""
     model = model_of(kind)
     tokens = random_tokens(model)
-    adapter = read_peft(folder, spec_of(model), supported_features=FEATURES)
+    adapter = read_adapter(folder, spec_of(model), supported_features=FEATURES)
     return our_logits(model, adapter, tokens), peft_logits(model, folder, tokens)
 
 
@@ -129,7 +128,7 @@ def test_two_ends_that_differ_are_refused_where_the_base_has_one(tmp_path: Path)
         lambda tensors: tensors | {f"{PREFIX}{LM_HEAD}": tensors[f"{PREFIX}{LM_HEAD}"] * 2},
     )
     with pytest.raises(AdapterFormatError, match="are one matrix in this base, but the file holds two that differ"):
-        read_peft(folder, spec_of(model_of("tied")), supported_features=FEATURES)
+        read_adapter(folder, spec_of(model_of("tied")), supported_features=FEATURES)
 
 
 def test_a_lone_matrix_needs_its_base_to_be_understood(tmp_path: Path) -> None:
@@ -156,10 +155,10 @@ def test_embeddings_saved_along_survive_conversion(tmp_path: Path, kind: str, op
     assert digests == {read_adapter(folder, spec, supported_features=FEATURES).card.digest}
     if not options:  # PEFT combines no token rows with a module that is saved whole
         model, tokens = model_of(kind), random_tokens(model_of(kind))
-        again = read_peft(tmp_path / "again", spec, supported_features=FEATURES)
+        again = read_adapter(tmp_path / "again", spec, supported_features=FEATURES)
         np.testing.assert_array_equal(
             our_logits(model, again, tokens),
-            our_logits(model, read_peft(folder, spec, supported_features=FEATURES), tokens),
+            our_logits(model, read_adapter(folder, spec, supported_features=FEATURES), tokens),
         )
 
 
@@ -177,11 +176,11 @@ def test_embeddings_saved_along_survive_conversion(tmp_path: Path, kind: str, op
 )
 def test_names_that_peft_reads_are_read(tmp_path: Path, options: dict[str, Any], old: str, new: str) -> None:
     folder = saved(tmp_path, "untied", **options)
-    digest = read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES).card.digest
+    digest = read_adapter(folder, spec_of(model_of("untied")), supported_features=FEATURES).card.digest
     changed(folder, lambda tensors: {name.replace(old, new): t for name, t in tensors.items()})
     assert any(new in name for name in load_file(folder / "adapter_model.safetensors"))
     assert_pefts("untied", folder)
-    assert read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES).card.digest == digest
+    assert read_adapter(folder, spec_of(model_of("untied")), supported_features=FEATURES).card.digest == digest
 
 
 @pytest.mark.parametrize(
@@ -195,14 +194,14 @@ def test_names_that_peft_drops_are_refused(tmp_path: Path, old: str, new: str, m
     folder = saved(tmp_path, "untied", use_dora=True)
     changed(folder, lambda tensors: {name.replace(old, new): t for name, t in tensors.items()})
     with pytest.raises(AdapterFormatError, match=message):
-        read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES)
+        read_adapter(folder, spec_of(model_of("untied")), supported_features=FEATURES)
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, "untied")
     changed(folder, lambda ts: ts | {name.replace(".weight", ".default.weight"): t.clone() for name, t in ts.items()})
     with pytest.raises(AdapterFormatError, match=r"lora_A\.weight. is there twice"):
-        read_peft(folder, spec_of(model_of("untied")))
+        read_adapter(folder, spec_of(model_of("untied")))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
 def test_whole_tensors_that_nothing_asks_for_are_refused(tmp_path: Path, name: str, message: str) -> None:
     folder = changed(saved(tmp_path, "untied"), lambda tensors: tensors | {PREFIX + name: torch.ones(96, 32)})
     with pytest.raises(AdapterFormatError, match=message):
-        read_peft(folder, spec_of(model_of("untied")), supported_features=FEATURES)
+        read_adapter(folder, spec_of(model_of("untied")), supported_features=FEATURES)
 
 
 def test_float64_is_rounded_as_peft_rounds_it(tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ def test_float64_is_rounded_as_peft_rounds_it(tmp_path: Path) -> None:
     assert read_card(tmp_path / "it.lora.arrow").raw == stored
     changed(folder, lambda tensors: {name: t * 1e300 for name, t in tensors.items()})
     with pytest.raises(AdapterFormatError, match="inf"):
-        read_peft(folder, spec_of(model_of("untied")))
+        read_adapter(folder, spec_of(model_of("untied")))
 
 
 @pytest.mark.parametrize(
@@ -256,4 +255,4 @@ def test_keys_that_say_something_unknown_are_refused(tmp_path: Path, keys: dict[
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     with pytest.raises(AdapterFormatError, match=next(iter(keys))):
-        read_peft(folder, spec_of(model_of("untied")))
+        read_adapter(folder, spec_of(model_of("untied")))

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from app.engine.adapters.adapter import FEATURES, MAY_BE_COPIES, LoraKey
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
-from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterMismatch
@@ -203,7 +202,7 @@ def _check(family: str, folder: Path) -> float:
     """Our logits are PEFT's, by plain formulas and from the engine; returns how far both are from the base's."""
     model = _model(family)
     tokens = random_tokens(model)
-    adapter = read_peft(folder, spec_of(model), supported_features=FEATURES)
+    adapter = read_adapter(folder, spec_of(model), supported_features=FEATURES)
     expected = peft_logits(model, folder, tokens)
     base = base_logits(model, tokens)
     np.testing.assert_allclose(our_logits(model, adapter, tokens), expected, rtol=0, atol=TOLERANCE)
@@ -227,12 +226,12 @@ def test_option_beyond_plain_lora_gives_pefts_logits(tmp_path: Path, family: str
             tensors[name] *= 1.1
     save_file(tensors, weights)
     assert _check(family, folder) > 1e-3
-    needed = read_peft(folder, spec_of(model), supported_features=FEATURES).features
+    needed = read_adapter(folder, spec_of(model), supported_features=FEATURES).features
     assert needed >= (features if family == "qwen2" else features - {"trained biases"})
     for feature in needed - MAY_BE_COPIES:  # of these BaseWeightDedup decides
         with pytest.raises(AdapterMismatch, match=feature):
-            read_peft(folder, spec_of(model), supported_features=FEATURES - {feature})
-    assert read_peft(folder, spec_of(model), supported_features=needed).features == needed
+            read_adapter(folder, spec_of(model), supported_features=FEATURES - {feature})
+    assert read_adapter(folder, spec_of(model), supported_features=needed).features == needed
     _check_round_trip(model, folder)
 
 
@@ -269,7 +268,7 @@ def test_fused_targets_give_pefts_logits(tmp_path: Path, option: str) -> None:
     options = FUSED[option] | {"alpha_pattern": {r"layers.1.*_proj": 7}}
     save_random_adapter(_model("phi3"), tmp_path, _config(options))
     assert _check("phi3", tmp_path) > 1e-3
-    adapter = read_peft(tmp_path, spec_of(_model("phi3")))
+    adapter = read_adapter(tmp_path, spec_of(_model("phi3")))
     if LoraKey(0, "q_proj") in adapter.weights:
         shared = [adapter.weights[LoraKey(0, name)].a for name in ("q_proj", "k_proj", "v_proj")]
         assert shared[0] is shared[1] is shared[2]
@@ -294,7 +293,7 @@ def test_a_module_left_out_would_be_noticed(tmp_path: Path) -> None:
 
     model = _model("llama")
     save_random_adapter(model, tmp_path, _config({"target_modules": ALL}))
-    adapter = read_peft(tmp_path, spec_of(model))
+    adapter = read_adapter(tmp_path, spec_of(model))
     tokens = random_tokens(model)
     expected = peft_logits(model, tmp_path, tokens)
     for key in adapter.weights:

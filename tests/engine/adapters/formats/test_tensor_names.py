@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.adapter import FEATURES, RESIZED
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.formats.tensor_names import plain_names
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
@@ -49,7 +49,7 @@ def test_an_adapter_is_the_same_under_every_wrapper(tmp_path: Path, wrapper: str
     renamed = {WRAPPERS[wrapper](name): tensor for name, tensor in tensors.items()}
     assert not set(renamed) & set(tensors) or "ed" in wrapper
     plain, wrapped = (
-        read_peft(write_peft(tmp_path / folder, config, named), SPEC).card.digest
+        read_adapter(write_peft(tmp_path / folder, config, named), SPEC).card.digest
         for folder, named in (("plain", tensors), ("wrapped", renamed))
     )
     assert wrapped == plain
@@ -68,11 +68,11 @@ def test_the_configuration_is_about_the_names_of_training(tmp_path: Path) -> Non
         exclude_modules=["model.layers.0.self_attn.q_proj"],  # no module of that model
         modules_to_save=["model.language_model.embed_tokens"],
     )
-    adapter = read_peft(write_peft(tmp_path / "it", config, renamed), SPEC, supported_features=FEATURES)
+    adapter = read_adapter(write_peft(tmp_path / "it", config, renamed), SPEC, supported_features=FEATURES)
     assert {(key.layer, key.target) for key in adapter.weights} == set(arrays)
     assert set(adapter.replaced) >= {"model.embed_tokens.weight"}
     with pytest.raises((AdapterFormatError, AdapterMismatch)):
-        read_peft(write_peft(tmp_path / "other", config, tensors), SPEC, supported_features=FEATURES)
+        read_adapter(write_peft(tmp_path / "other", config, tensors), SPEC, supported_features=FEATURES)
 
 
 def _both(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_names_that_no_single_mapping_fits_are_listed(
 ) -> None:
     tensors = change(peft_tensors(random_arrays(SPEC, 2, ["q_proj"])))
     with pytest.raises((AdapterFormatError, AdapterMismatch)) as caught:
-        read_peft(write_peft(tmp_path, peft_config(2, ["q_proj"]), tensors), SPEC)
+        read_adapter(write_peft(tmp_path, peft_config(2, ["q_proj"]), tensors), SPEC)
     for words in says:
         assert words in str(caught.value)
 
@@ -122,7 +122,7 @@ def test_an_encoder_inside_another_model_keeps_its_names() -> None:
 def test_tensors_that_zero3_left_empty_are_diagnosed(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensors = {name: np.zeros(shape, "f4") for name in peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))}
     with pytest.raises(AdapterFormatError, match=r"4 of 4 tensors are empty.*ZeRO-3.*zero_to_fp32\.py"):
-        read_peft(write_peft(tmp_path, peft_config(2, ["q_proj"]), tensors), SPEC)
+        read_adapter(write_peft(tmp_path, peft_config(2, ["q_proj"]), tensors), SPEC)
 
 
 V, H = SPEC.vocab_size, SPEC.hidden_size
@@ -169,13 +169,13 @@ def test_a_vocabulary_that_grew_has_all_its_rows(
     folder = write_peft(tmp_path, config, tensors)
     (folder / "added_tokens.json").write_text(json.dumps({"<tool>": V, "</tool>": V + 1}))
     if missing is None:
-        adapter = read_peft(folder, SPEC, supported_features=FEATURES)
+        adapter = read_adapter(folder, SPEC, supported_features=FEATURES)
         assert adapter.card.vocab_size == V + 2
         with pytest.raises(AdapterMismatch, match="cannot apply a resized vocabulary"):
-            read_peft(folder, SPEC, supported_features=FEATURES - {RESIZED})
+            read_adapter(folder, SPEC, supported_features=FEATURES - {RESIZED})
     else:
         with pytest.raises(AdapterMismatch, match=rf"after 2 tokens were added.*no row of {missing} \('<tool>'\)"):
-            read_peft(folder, SPEC, supported_features=FEATURES)
+            read_adapter(folder, SPEC, supported_features=FEATURES)
 
 
 @pytest.mark.parametrize("num_rows", [V - 1, V + 1])
@@ -185,4 +185,4 @@ def test_ends_of_two_sizes_are_refused(tmp_path: Path, num_rows: int) -> None:
     }
     folder = write_peft(tmp_path, peft_config(2, ["q_proj"]), tensors)
     with pytest.raises(AdapterMismatch, match=f"has {num_rows} rows, but .* {V}|has {V} rows, but .* {num_rows}"):
-        read_peft(folder, replace(SPEC, tie_embeddings=False), supported_features=FEATURES)
+        read_adapter(folder, replace(SPEC, tie_embeddings=False), supported_features=FEATURES)

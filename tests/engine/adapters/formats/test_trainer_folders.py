@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.sandbox.validator import adapter_files
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
@@ -68,13 +68,13 @@ def test_a_trainers_folder_is_read_as_it_is(tmp_path: Path, trainer: str) -> Non
     files, keys = TRAINERS[trainer]
     tensors = peft_tensors(random_arrays(SPEC, 2, ["q_proj", "up_proj"]))
     config = peft_config(2, ["q_proj", "up_proj"], lora_alpha=6)
-    plain = read_peft(write_peft(tmp_path / "plain", config, tensors), SPEC).card
+    plain = read_adapter(write_peft(tmp_path / "plain", config, tensors), SPEC).card
     folder = write_peft(tmp_path / "output", config | keys, tensors)
     write_peft(folder / "checkpoint-60", config | keys, tensors)
     for place, contents in ((folder, files), (folder / "checkpoint-60", files | _CHECKPOINT)):
         for name, text in contents.items():
             (place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        card = read_peft(place, SPEC).card
+        card = read_adapter(place, SPEC).card
         assert card.digest == plain.digest
         assert not {path.suffix for path in adapter_files(place)} & {".bin", ".pt", ".pth"}
         template = json.loads(card.text)["chat_template"] if card.text else None

@@ -11,8 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from app.engine.adapters.adapter import FEATURES
-from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.formats.reading import read_raw_adapter
+from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.errors import AdapterFormatError
 from tests.engine.adapters.formats.test_peft_files import PREFIX, Tensors, changed, logits, model_of, saved
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS, TOLERANCE
@@ -63,7 +62,7 @@ def test_a_file_with_one_end_means_both(tmp_path: Path, name: str, left_out: str
     def without(tensors: Tensors) -> Tensors:
         return {key: tensor for key, tensor in tensors.items() if not key.startswith(left_out)}
 
-    adapter = read_peft(changed(folder, without), spec_of(model), supported_features=FEATURES)
+    adapter = read_adapter(changed(folder, without), spec_of(model), supported_features=FEATURES)
     np.testing.assert_allclose(our_logits(model, adapter, tokens), theirs, rtol=0, atol=TOLERANCE)
 
 
@@ -78,7 +77,7 @@ def test_a_file_with_one_end_means_both(tmp_path: Path, name: str, left_out: str
 def test_ends_that_differ_are_refused(tmp_path: Path, name: str, tensor: str, what: str) -> None:
     folder = changed(tied(tmp_path, name), lambda tensors: tensors | {tensor: tensors[tensor] * 2})
     with pytest.raises(AdapterFormatError, match=rf"the {what} of 'model.embed_tokens' is not that of 'lm_head'"):
-        read_peft(folder, spec_of(model_of("tied")), supported_features=FEATURES)
+        read_adapter(folder, spec_of(model_of("tied")), supported_features=FEATURES)
 
 
 def test_rows_of_other_tokens_at_either_end_are_refused(tmp_path: Path) -> None:
@@ -90,9 +89,9 @@ def test_rows_of_other_tokens_at_either_end_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         AdapterFormatError, match="ensure_weight_tying is true, but trainable_token_indices names other"
     ):
-        read_peft(folder, spec_of(model_of("tied")), supported_features=FEATURES)
+        read_adapter(folder, spec_of(model_of("tied")), supported_features=FEATURES)
     path.write_text(json.dumps(config))
-    read_peft(folder, spec_of(model_of("tied")), supported_features=FEATURES)
+    read_adapter(folder, spec_of(model_of("tied")), supported_features=FEATURES)
 
 
 @pytest.mark.parametrize("name", TIED)

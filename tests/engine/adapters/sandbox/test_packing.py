@@ -10,7 +10,7 @@ import pytest
 
 from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
-from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from tests import seeds
@@ -41,7 +41,9 @@ def test_unpacking_restores_every_weight_as_a_view() -> None:
 
 @pytest.mark.parametrize("features", [("lora_bias", "saved", "rows"), ("dora",), ("embedding",)])
 def test_what_goes_beyond_plain_lora_is_packed_too(tmp_path: Path, features: tuple[str, ...]) -> None:
-    adapter = read_peft(write_peft(tmp_path, *peft_beyond(SPEC, features=features)), SPEC, supported_features=FEATURES)
+    adapter = read_adapter(
+        write_peft(tmp_path, *peft_beyond(SPEC, features=features)), SPEC, supported_features=FEATURES
+    )
     assert len(adapter.features) == len(features)
     header, arrays = pack_adapter(adapter)
     restored = unpack_adapter(pickle.loads(pickle.dumps(header)), arrays)

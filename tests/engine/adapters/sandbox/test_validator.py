@@ -22,7 +22,7 @@ from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
-from app.engine.adapters.formats.peft import read_peft, read_raw_peft
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox import reader_process as reading_process
@@ -134,7 +134,7 @@ def test_a_task_travels_as_json() -> None:
 
 
 def test_a_good_adapter_arrives_whole(folder: Path, validator: Validator) -> None:
-    expected = read_peft(folder, SPEC)
+    expected = read_adapter(folder, SPEC)
     card = folder.parent / f"adapter{CARD_SUFFIX}"
     raw = read_raw_peft(folder, SPEC)
     write_card(card, ArrowCard("a", raw, json.loads(raw.metadata)))
@@ -155,7 +155,7 @@ def test_what_goes_beyond_plain_lora_arrives_too(tmp_path: Path, features: tuple
     validator = Validator(supported_features=FEATURES)
     header, arrays = validator.read(folder, SPEC)
     validator.close()
-    got, expected = unpack_adapter(header, arrays), read_peft(folder, SPEC, supported_features=FEATURES)
+    got, expected = unpack_adapter(header, arrays), read_adapter(folder, SPEC, supported_features=FEATURES)
     assert got.features == expected.features
     assert got.card == expected.card
     for name, (ids, rows) in expected.token_rows.items():
@@ -323,7 +323,7 @@ def test_a_reader_waits_with_the_last_adapters_memory_at_hand(folder: Path) -> N
             os.kill(waited, signal.SIGKILL)
             until(lambda: not children.read_text().strip())
         header, arrays = validator.read(larger, SPEC)
-        expected = read_peft(larger, SPEC)
+        expected = read_adapter(larger, SPEC)
         for key, pair in unpack_adapter(header, arrays).weights.items():
             for got, wanted in zip(pair, expected.weights[key], strict=True):
                 np.testing.assert_array_equal(got, wanted)
