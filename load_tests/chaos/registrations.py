@@ -25,10 +25,13 @@ PAUSE_S = 0.5
 
 
 class Registrations:
-    """Changes names and checks them. `sources` are folders under the service's root; None: the name is unknown."""
+    """Changes names, which begin with `prefix` and are new, and checks them. `sources` are folders under the service's
+    root; None: the name is unknown.
+    """
 
-    def __init__(self, url: str, sources: Sequence[str], seed: int) -> None:
+    def __init__(self, url: str, sources: Sequence[str], seed: int, prefix: str = "n") -> None:
         self._url = url
+        self._prefix = prefix
         self._sources = sources
         self._random = random.Random(seed)
         self._numbers = itertools.count()
@@ -70,7 +73,7 @@ class Registrations:
         name = None
         while not self._over.is_set():
             if name is None:
-                name = f"n{next(self._numbers)}"
+                name = f"{self._prefix}{next(self._numbers)}"
                 self._may_mean[name] = {None}
             if not await self._change(http, name):
                 name = None  # its meaning is unknown: start another name
