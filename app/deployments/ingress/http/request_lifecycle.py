@@ -34,15 +34,18 @@ UNENFORCED_HEADER = "X-Polylora-Unenforced"
 _MAX_HEADER = 1000
 
 
-def adapter_header(task: GenerationTask) -> dict[str, str]:
-    """Headers that name the adapter, the semantic router's decision, and parts of schemas that are not enforced."""
+def answer_headers(service: IngressService, task: GenerationTask) -> dict[str, str]:
+    """The headers of an answer: its adapter, the semantic router's decision, parts of schemas that are not enforced,
+    and the caller's remaining limits."""
     adapter = task.requests[0].requested_adapter
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}
     if task.unenforced:
         headers[UNENFORCED_HEADER] = re.sub(r"[^ -~]", "?", ", ".join(task.unenforced))[:_MAX_HEADER]
-    return headers if task.decision is None else headers | {ROUTE_HEADER: task.decision.header}
+    if task.decision is not None:
+        headers[ROUTE_HEADER] = task.decision.header
+    return headers | service.accounting.headers(task.caller)
 
 
 @contextmanager
@@ -142,11 +145,6 @@ def responses_field_names() -> Iterator[None]:
         if error.param is not None:
             error.param = _RESPONSES_NAMES.get(error.param, error.param)
         raise
-
-
-def answer_headers(service: IngressService, task: GenerationTask) -> dict[str, str]:
-    """The headers of an answer: about its adapter, and the caller's remaining limits."""
-    return adapter_header(task) | service.accounting.headers(task.caller)
 
 
 def json_response(service: IngressService, task: GenerationTask, body: dict[str, Any]) -> Response:
