@@ -1,4 +1,5 @@
-"""What enters the engine and what comes back: frozen value types.
+"""What enters the engine and what comes back: frozen value types, and named tuples where one is made for each token,
+because a frozen dataclass takes ten times as long to make.
 
 A `GenerateRequest` has token ids, never text; each step returns at most one `TokenChunk` per request. A request's
 tokens are a function of (weights, adapter, prompt, sampling): nothing else in these types may influence them.
@@ -6,7 +7,7 @@ tokens are a function of (weights, adapter, prompt, sampling): nothing else in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from app.engine.adapters.card import AdapterRef
@@ -110,8 +111,7 @@ class GenerateRequest:
         return self.unactivated if self.adapter is None else self.adapter
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position, from the model's distribution before temperature.
 
     `rank` of a prompt token: 1 for the most likely one; 0 for generated tokens.
@@ -123,8 +123,7 @@ class TokenLogprobs:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of one request. `cached_tokens` are prompt tokens whose K and V were found in the cache."""
 
     prompt_tokens: int
@@ -164,8 +163,7 @@ class RequestTiming(NamedTuple):
     decode_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """The output of one step for one request. The last chunk of a request has `finish_reason` set.
 
     `usage` is set in the first and the last chunk with tokens, so a client that stops early knows the cost so far.
@@ -182,8 +180,8 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
     usage: Usage | None = None
-    error: Exception | None = field(default=None, compare=False)
+    error: Exception | None = None
     embedding: bytes = b""
     request_usage: RequestUsage | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    timing: RequestTiming | None = field(default=None, compare=False)
+    timing: RequestTiming | None = None

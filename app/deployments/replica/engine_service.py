@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -322,7 +321,7 @@ class EngineService:
             return chunk
         if chunk.finish_reason is not None:
             del self._fetch_us[chunk.request_id]
-        return chunk if chunk.timing is None else replace(chunk, timing=chunk.timing._replace(fetch_us=fetch_us))
+        return chunk if chunk.timing is None else chunk._replace(timing=chunk.timing._replace(fetch_us=fetch_us))
 
     def _count(self, chunk: TokenChunk) -> None:
         """Record the usage of a finished request; one that continues elsewhere is recorded there."""

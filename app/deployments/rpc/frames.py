@@ -163,8 +163,9 @@ class FrameHub:
             reader = self._owners.get(chunk.request_id)
             if reader is None:
                 continue
+            if not reader.chunks:
+                reader.changed.set()
             reader.chunks.append(chunk)
-            reader.changed.set()
             if chunk.finish_reason is not None:
                 self.unregister(chunk.request_id)
 

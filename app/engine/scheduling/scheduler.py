@@ -10,7 +10,6 @@ the pools'.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,7 +234,7 @@ class Scheduler:
         if not sequence.wants_prompt_logprobs:
             return chunk
         sequence.wants_prompt_logprobs = False
-        return replace(chunk, prompt_logprobs=tuple(sequence.prompt_logprobs))
+        return chunk._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
 
     def _commit_pooled(self, sequence: Sequence, count: int, output: ForwardOutput, index: int) -> TokenChunk | None:
         """`index`: the sequence's place among the pooled ones of the step."""

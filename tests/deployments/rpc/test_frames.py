@@ -41,9 +41,9 @@ def test_a_frame_arrives_as_it_was_sent() -> None:
     rng = seeds.rng()
     chunks = [random_chunk(rng) for _ in range(200)]
     arrived = unpack_frame(pack_frame(chunks))
-    assert arrived == chunks
     for chunk, before in zip(arrived, chunks, strict=True):
-        assert (type(chunk.error), str(chunk.error)) == (type(before.error), str(before.error))  # not compared by ==
+        assert chunk._replace(error=None) == before._replace(error=None)
+        assert (type(chunk.error), str(chunk.error)) == (type(before.error), str(before.error))
         assert chunk.error is None or vars(chunk.error) == vars(before.error)
         assert type(chunk.token_ids) is tuple
         assert type(chunk.logprobs) is tuple
@@ -58,8 +58,8 @@ def test_every_field_of_a_chunk_travels() -> None:
     )  # fmt: skip
     assert all(getattr(every, name) for name in TokenChunk.__match_args__)
     (again,) = unpack_frame(pack_frame([every]))
-    assert again == every
-    assert again.timing == every.timing, "it is no part of the comparison"
+    assert str(again.error) == str(every.error)
+    assert again._replace(error=None) == every._replace(error=None)
 
 
 def test_an_error_of_a_class_that_an_ingress_does_not_know_travels_as_its_nearest_known_one() -> None:

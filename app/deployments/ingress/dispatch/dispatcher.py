@@ -137,7 +137,8 @@ class Dispatcher:
             while not stream.closed:
                 item = await stream.inbox.get()
                 if isinstance(item, TokenChunk):
-                    self.cold.leave(stream)
+                    if not stream.received:
+                        self.cold.leave(stream)
                     stream.on_chunk(item)
                     yield item
                 elif isinstance(item, PolyloraError):

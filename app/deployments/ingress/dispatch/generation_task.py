@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.deployments.ingress.dispatch.dispatcher import Dispatcher
@@ -151,7 +151,7 @@ class GenerationTask:
                     if delta.finish_reason is not None:
                         num_accepted = num_predicted_tokens(answered, prediction)
                         self.progress.predictions[index] = PredictionUsage(num_accepted, len(prediction) - num_accepted)
-                yield index, replace(delta, text=echo + delta.text) if echo else delta
+                yield index, delta._replace(text=echo + delta.text) if echo else delta
                 echo = ""
 
     def _note_assigned(self) -> None:

@@ -244,12 +244,14 @@ class ReplicaConnection:
         stream = self.streams.get(chunk.request_id)
         if stream is None:
             return
+        if chunk.finish_reason is None:
+            stream.inbox.put(chunk)
+            return
         if isinstance(chunk.error, QueueFull | AdapterPoolFull):
             stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error))
         else:
             stream.inbox.put(chunk)
-        if chunk.finish_reason is not None:
-            stream.leave_connection()
+        stream.leave_connection()
 
     def lose_all(self, loss: Loss | EngineFailed) -> None:
         """Request another attempt for every stream."""

@@ -24,7 +24,7 @@ from app.deployments.ingress.http.base_router import BaseRouter
 from app.deployments.ingress.http.middleware.auth import Authenticator, AuthMiddleware
 from app.deployments.ingress.http.middleware.metering import MeteringMiddleware
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy, OriginCheckMiddleware, is_console
-from app.deployments.ingress.http.middleware.request_log import PROBES, RequestLogMiddleware, note_failure
+from app.deployments.ingress.http.middleware.request_log import PROBES, SEND_BODY, RequestLogMiddleware, note_failure
 from app.deployments.ingress.http.middleware.sessions import ConsoleSessions
 from app.deployments.ingress.http.openapi import flat_routes, openapi, operation_id
 from app.deployments.ingress.http.request_parsing import (
@@ -213,6 +213,7 @@ class HeadAsGet:
         async def without_body(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
+        scope.get("state", {}).pop(SEND_BODY, None)
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 

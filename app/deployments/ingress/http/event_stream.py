@@ -9,6 +9,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply, error_reply
+from app.deployments.ingress.http.middleware.request_log import SEND_BODY
 from app.deployments.ingress.serializers.completion_events import sse
 
 #: nginx passes a response with the second on at once, whatever its `proxy_buffering`.
@@ -41,8 +42,10 @@ class EventStream(StreamingResponse):
         self._done, self._as_event = done, as_event
         self._status = TABLE[ClientGone].status
         self._failure: str | None = None
+        self._send_body: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_body = scope.get("state", {}).get(SEND_BODY)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -57,6 +60,7 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         """Send the events in one loop: the base class's three nested loops are half the cost of an event."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send = self._send_body or send
         is_first = True
         while True:
             try:

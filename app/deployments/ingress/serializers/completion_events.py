@@ -32,14 +32,16 @@ async def completion_events(task: GenerationTask, serializer: ChatSerializer) ->
     started = [not serializer.is_chat] * len(task.requests)
     readers = [serializer.reader(index) for index in range(len(task.requests))]
     texts = [serializer.text_event(index) for index in range(len(task.requests))]
+    is_plain = serializer.is_plain and serializer.tools is None
     async with aclosing(task.deltas()) as deltas:
         async for index, delta in deltas:
+            if is_plain and started[index] and delta.finish_reason is None:
+                before, after = texts[index]  # the common case: only the text differs
+                yield before + to_json(delta.text) + after
+                continue
             reader = readers[index]
             if reader is not None:
                 event = b"".join(map(sse, serializer.tool_events(index, delta, offsets[index], reader)))
-            elif started[index] and delta.finish_reason is None and serializer.is_plain:
-                before, after = texts[index]  # the common case: only the text differs
-                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), after)
             else:
                 event = await in_worker_if_long(
                     num_chars(delta), partial(_event, serializer, index, delta, offsets[index])

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from app.engine.errors import EngineFailure
 from app.engine.request import FinishReason, RequestTiming, TokenChunk, TokenLogprobs, Usage
@@ -29,8 +28,7 @@ class Decoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """One piece of an answer; the last one has a finish reason.
 
     `token_ids` and `logprobs` are those since the previous piece. `usage` counts all tokens so far, including those
@@ -167,7 +165,7 @@ async def text_deltas(
                 reported = chunk.token_ids if keep_end else visible
                 token_ids += reported
                 logprobs += chunk.logprobs if keep_end_logprob else chunk.logprobs[: len(reported)]
-                text, stop = found.push(visible, chunk.matched_stop)
+                text, stop = found.push(visible, chunk.matched_stop) if stops else (decoder.push(visible), None)
                 reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
                 if reason is not None and stop is None:
                     tail, stop = found.flush()
@@ -190,4 +188,4 @@ def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
             usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_so_far)
         is_last = index == num_tokens - 1
         rest = chunk if is_last else TokenChunk(chunk.request_id)
-        yield replace(rest, token_ids=(token_id,), logprobs=chunk.logprobs[index : index + 1], usage=usage)
+        yield rest._replace(token_ids=(token_id,), logprobs=chunk.logprobs[index : index + 1], usage=usage)

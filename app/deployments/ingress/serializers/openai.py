@@ -140,7 +140,7 @@ class ChatSerializer:
         """The events of a delta whose text may contain calls: one per piece; the last one has everything but text."""
         pieces = reader.push(delta.text, is_last=delta.finish_reason is not None)
         deltas = [piece_delta(piece) for piece in pieces]
-        last = self.event(index, replace(delta, text=""), offsets)
+        last = self.event(index, delta._replace(text=""), offsets)
         choice = last["choices"][0]
         choice["finish_reason"] = reason_of(delta.finish_reason, reader.num_calls)
         if deltas:
@@ -151,8 +151,8 @@ class ChatSerializer:
         return [self._event("chat.completion.chunk", plain | {"delta": each}) for each in deltas] + [last]
 
     def text_event(self, index: int) -> tuple[bytes, bytes]:
-        """The JSON of an event with only text, before and after the text."""
-        event = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes)))
+        """A server-sent event with only text, before and after the text's JSON."""
+        event = b"data: %b\n\n" % to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes)))
         before, _, after = event.rpartition(to_json("\0"))
         return before, after
 
@@ -172,7 +172,7 @@ class ChatSerializer:
         """The log-probabilities of an answer's beginning; with `echo` the prompt's come first."""
         if self.num_echo_logprobs is None:
             return answer.logprobs
-        prompt = [replace(item, top=item.top[: self.num_echo_logprobs]) for item in answer.prompt_logprobs]
+        prompt = [item._replace(top=item.top[: self.num_echo_logprobs]) for item in answer.prompt_logprobs]
         return [TokenLogprobs(self.prompts[index][0], 0.0, rank=_FIRST), *prompt, *answer.logprobs]
 
     def _prompt_logprobs(self, answer: SequenceOutput) -> bytes:

@@ -31,21 +31,24 @@ class IncrementalDetokenizer(Protocol):
 class ByteDecoder:
     """For byte-level vocabularies. `token_bytes[id]` is shared and not modified."""
 
-    __slots__ = ("_hidden", "_token_bytes", "_utf8")
+    __slots__ = ("_hidden", "_rest", "_token_bytes")
 
     def __init__(self, token_bytes: Sequence[bytes], hidden: frozenset[int]) -> None:
         self._token_bytes, self._hidden = token_bytes, hidden
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""  # the beginning of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        known = len(self._token_bytes)
-        raw = b"".join(self._token_bytes[i] for i in token_ids if i < known and i not in self._hidden)
-        return self._utf8.decode(raw)
+        raw, known = self._rest, len(self._token_bytes)
+        for token_id in token_ids:
+            if token_id < known and token_id not in self._hidden:
+                raw += self._token_bytes[token_id]
+        text, num_decoded = codecs.utf_8_decode(raw, "replace", False)
+        self._rest = raw[num_decoded:]
+        return text
 
     def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
 
 
 class WindowDecoder:

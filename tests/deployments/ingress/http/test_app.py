@@ -29,6 +29,7 @@ from app.deployments.ingress.schemas.openai import (
     GenerateBody,
     GenerateSampling,
 )
+from app.deployments.ingress.serializers.completion_events import sse, sse_bodies
 from app.deployments.ingress.serializers.detokenizer import TextDelta
 from app.deployments.ingress.serializers.openai import ChatSerializer
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
@@ -87,8 +88,9 @@ def test_an_event_of_text_alone_is_the_event_of_its_delta(is_chat: bool, include
         answer_format = ChatSerializer(is_chat, "r-0", 0, model, no_text, no_text, no_text, False, include_usage)
         before, behind = answer_format.text_event(3)
         for text in ("a", '"\\', "\0", "\n\t\x7f\x1b", "é漢🎉", "\u2028</script>"):
-            assert before + to_json(text) + behind == to_json(answer_format.event(3, TextDelta(text), 7))
-            assert json.loads(before + to_json(text) + behind) == answer_format.event(3, TextDelta(text), 7)
+            event = answer_format.event(3, TextDelta(text), 7)
+            assert before + to_json(text) + behind == sse(event)
+            assert [*sse_bodies(before + to_json(text) + behind)] == [event]
 
 
 async def test_an_answer_that_ends_at_a_stop_string_is_counted(http: httpx.AsyncClient) -> None:

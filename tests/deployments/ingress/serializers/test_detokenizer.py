@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -38,7 +37,7 @@ def chunks_of(
         TokenChunk("r", tuple(piece), tuple(TokenLogprobs(token, -0.5) for token in piece)) for piece in pieces[:-1]
     ]
     if chunks:  # as engines tell it: with the first tokens and the last
-        chunks[0] = replace(chunks[0], usage=Usage(1, 0, len(pieces[0])))
+        chunks[0] = chunks[0]._replace(usage=Usage(1, 0, len(pieces[0])))
     last = (*pieces[-1], *([] if matched_stop is None else [matched_stop]))
     logprobs = tuple(TokenLogprobs(token, -0.5) for token in last)
     return [*chunks, TokenChunk("r", last, logprobs, reason, matched_stop, Usage(1, 0, len(data)))]  # type: ignore[arg-type]
