@@ -1,6 +1,7 @@
 """A head and two workers with networks of their own: an ingress and an engine replica on each, HAProxy on the head.
 
-Clients are on the head. Ray and Serve are started as on machines (`ray start`, the dashboard's REST API).
+Clients are on the head. Ray and Serve are started as on machines (`ray start`, the dashboard's REST API). On two busy
+cores the start took 85 to 142 s, and a test 35 to 242 s. Nothing may stop the cluster (SIGSTOP) meanwhile.
 """
 
 from __future__ import annotations
