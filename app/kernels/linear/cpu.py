@@ -18,7 +18,7 @@ from app.kernels.extra_weights.cpu import ExtraTables, change_columns, restore_r
 from app.kernels.machine.jit import jit
 from app.kernels.machine.thread_team import await_pieces, claim_piece, count_pieces, finish_phase, piece
 from app.kernels.matmul.cpu import NO_FETCH, PANEL
-from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, piece_size, prepare_rows
+from app.kernels.matmul.int8 import multiply_any_panels, num_panels_of, piece_size, prefetches, prepare_rows
 from app.kernels.sgmv.cpu import ModuleRows, begin_shrink, expand_panels
 from app.kernels.sgmv.prefetch import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
 
@@ -87,12 +87,13 @@ def project(team, phase, x, w, bias, accumulate, lora, extras, out):
     has_extras = extras.runs.shape[0] > 0
     size = _panels_per_piece(w, x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
-    blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
+    has_list = prefetches(w) and runs.shape[0] > 0
+    blocks = np.empty(MOST_BLOCKS if has_list else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
     index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
-        if runs.shape[0] > 0:
+        if has_list:
             soon = shrink_ranges(lora.upcoming, runs) if done == 0 else soon
             fetch = list_fetch(rows, runs, first, end, num_panels, soon, blocks)
         if accumulate and has_extras:
@@ -135,16 +136,17 @@ def gate_and_up(team, phase, x, w, bias, lora, extras, gelu, gate_up, gated):
     width = num_panels * PANEL
     size = _panels_per_piece(w, 2 * x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
-    blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
+    has_list = prefetches(w) and runs.shape[0] > 0
+    blocks = np.empty(MOST_BLOCKS if has_list else 0, np.int64)
     soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
     index = claim_piece(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
-        if runs.shape[0] > 0 and done == 0:
+        if has_list and done == 0:
             soon = shrink_ranges(lora.upcoming, runs)
         for n in range(2):
             at = n * num_panels
-            if runs.shape[0] > 0:
+            if has_list:
                 fetch = list_fetch(rows, runs, at + first, at + end, 2 * num_panels, soon, blocks)
             last = min((at + end) * PANEL, bias.shape[0])
             adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)

@@ -206,6 +206,19 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
     )
 
 
+def prefetches(w):
+    """Whether `multiply_any_panels` prefetches what `fetch` lists. Products in integers or bfloat16 read their own
+    weights as fast as memory delivers them.
+    """
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(prefetches)
+def _prefetches(w):
+    is_float32 = not is_dot(w) and not is_bf16(w)
+    return lambda w: is_float32  # noqa: ARG005
+
+
 def multiply_some_rows(x, low, high, w, first, end, out, accumulate):
     """`multiply_any_panels` for rows low to high of x, which is prepared as a whole. out: [high - low, ...]."""
     raise NotImplementedError("called from compiled code only")
