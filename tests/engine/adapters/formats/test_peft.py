@@ -22,6 +22,7 @@ from peft import LoraConfig
 from app.engine.adapters.adapter import BFLOAT16, LoraKey
 from app.engine.adapters.formats import patterns
 from app.engine.adapters.formats import peft_config as peft_config_file
+from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
@@ -492,4 +493,4 @@ def test_limits_are_kept(tmp_path: Path) -> None:
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     for place in (tmp_path / "nothing", Path(os.devnull)):
         with pytest.raises(AdapterFormatError, match="not a folder"):
-            read_adapter(place, SPEC)
+            read_raw_peft(place, SPEC)
