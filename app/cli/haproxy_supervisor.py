@@ -225,9 +225,7 @@ class Supervisor:
 
     def _child_of(self, pid: int) -> int | None:
         """The HAProxy of a supervisor; None if it has no pid file."""
-        with contextlib.suppress(FileNotFoundError):
-            return int((self._folder / f"{pid}.pid").read_text(encoding="utf-8"))
-        return None
+        return _pid_in(self._folder / f"{pid}.pid")
 
     def _orphans(self) -> list[int]:
         """Supervisors of this folder that have lost their manager in Ray, and those that their HAProxy has outlived."""
@@ -248,10 +246,15 @@ def end_haproxys(folder: Path) -> None:
 
 
 def _running_haproxy(pid_file: Path) -> int | None:
+    """The HAProxy that a supervisor's file names, if it is one that still runs with that supervisor's configuration."""
+    haproxy = _pid_in(pid_file)
+    is_running = haproxy is not None and str(pid_file.with_suffix(".cfg")) in _command_line(haproxy)
+    return haproxy if is_running else None
+
+
+def _pid_in(pid_file: Path) -> int | None:
     with contextlib.suppress(FileNotFoundError):
-        haproxy = int(pid_file.read_text(encoding="utf-8"))
-        if str(pid_file.with_suffix(".cfg")) in _command_line(haproxy):
-            return haproxy
+        return int(pid_file.read_text(encoding="utf-8"))
     return None
 
 

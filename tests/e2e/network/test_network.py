@@ -74,22 +74,14 @@ async def test_a_worker_is_cut_off_in_one_direction_for_ten_seconds(nodes: Nodes
         pairs = [(worker, other) for other in range(NUM_NODES) if other != worker]
         async with traffic(nodes):
             cut = pairs if direction == "to the others" else [(other, worker) for worker, other in pairs]
-            nodes.network.links = dict.fromkeys(cut, Link(loss=1.0))
-            try:
-                await asyncio.sleep(10)
-            finally:
-                nodes.network.links = {}
+            await degrade(nodes, cut, Link(loss=1.0), 10)
 
 
 async def test_packets_are_lost_and_late(nodes: Nodes) -> None:
     with nodes.network.enter(HEAD):
         pairs = [(one, other) for one in range(NUM_NODES) for other in range(NUM_NODES) if one != other]
         async with traffic(nodes):
-            nodes.network.links = dict.fromkeys(pairs, Link(loss=0.02, delay_s=0.2))
-            try:
-                await asyncio.sleep(30)
-            finally:
-                nodes.network.links = {}
+            await degrade(nodes, pairs, Link(loss=0.02, delay_s=0.2), 30)
 
 
 async def test_the_objects_of_adapters_are_lost_with_the_node_of_the_store(nodes: Nodes) -> None:
@@ -121,6 +113,15 @@ async def test_a_node_is_lost_during_a_rolling_upgrade(nodes: Nodes) -> None:
             async with asyncio.timeout(SETTLE_S):
                 while old.intersection(processes(*nodes.session_ids())["engine"]):
                     await asyncio.sleep(0.5)
+
+
+async def degrade(nodes: Nodes, pairs: list[tuple[int, int]], link: Link, seconds: float) -> None:
+    """Replace the links of these pairs (from, to) of nodes for some time."""
+    nodes.network.links = dict.fromkeys(pairs, link)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        nodes.network.links = {}
 
 
 async def lose(nodes: Nodes, number: int, outages: ProxyOutages, away_s: float) -> None:

@@ -148,6 +148,7 @@ def responses_field_names() -> Iterator[None]:
 
 
 def json_response(service: IngressService, task: GenerationTask, body: dict[str, Any]) -> Response:
+    """A complete JSON answer with its headers."""
     return JSONResponse(body, headers=answer_headers(service, task))
 
 
