@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -267,8 +268,9 @@ def test_a_head_needs_its_task_type(saved: Path, tmp_path: Path) -> None:
 
 def test_scores_beyond_float32_end_their_own_request(saved: Path, tmp_path: Path) -> None:
     tensors = load_file(saved / "classes" / "adapter_model.safetensors")
-    tensors["base_model.model.score.weight"] = np.full((3, 40), 3e38, np.float32)
-    tensors["base_model.model.score.weight"][:, ::2] *= -1
+    # Rows of a Hadamard matrix: whatever the hidden state x is, one of the scores is at least 3e38 |x|.
+    hadamard = reduce(np.kron, [np.array([[1, 1], [1, -1]], np.float32)] * 6)
+    tensors["base_model.model.score.weight"] = np.float32(3e38) * hadamard[:, :40]
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_bytes((saved / "classes" / "adapter_config.json").read_bytes())
     with LLM(saved / "model", CONFIG) as llm, pytest.raises(AdapterOverflow, match="not a finite number"):
