@@ -94,10 +94,24 @@ class ChangeFeed:
         async def change() -> E:
             entry = await asyncio.to_thread(call)
             if entry is not None:
-                await self._settle()
+                await self.settle()
             return entry
 
         return await asyncio.shield(self._tasks.start(change()))
+
+    async def settle(self) -> None:
+        """Wait until every ingress has what is in the database, at most `SETTLE_TIMEOUT_S`; a timeout is only logged."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self.publish_newer()
+                revision = self._revision
+                await self.table.wait_until_current(SETTLE_TIMEOUT_S)
+                while any(known < revision for known in await self._peer_revisions()):
+                    await asyncio.sleep(_SETTLE_POLL_S)
+        except TimeoutError:
+            logger.warning("an ingress did not receive a registry change within %g s", SETTLE_TIMEOUT_S)
+        except NotReady as error:  # the change is stored; the next poll finds it
+            logger.warning("a registry change will be published later: %s", error)
 
     async def publish_newer(self) -> bool:
         """Publish other processes' changes; returns whether there were any. Raises NotReady.
@@ -129,20 +143,6 @@ class ChangeFeed:
             self._was_older = True
             raise older_database_error(self._revision)
         return changes
-
-    async def _settle(self) -> None:
-        """Wait until every ingress has what was just written, at most `SETTLE_TIMEOUT_S`; a timeout is only logged."""
-        try:
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                await self.publish_newer()
-                revision = self._revision
-                await self.table.wait_until_current(SETTLE_TIMEOUT_S)
-                while any(known < revision for known in await self._peer_revisions()):
-                    await asyncio.sleep(_SETTLE_POLL_S)
-        except TimeoutError:
-            logger.warning("an ingress did not receive a registry change within %g s", SETTLE_TIMEOUT_S)
-        except NotReady as error:  # the change is stored; the next poll finds it
-            logger.warning("a registry change will be published later: %s", error)
 
     async def _peer_revisions(self) -> list[int]:
         return list((await asyncio.to_thread(self._registry.stores.others)).values())

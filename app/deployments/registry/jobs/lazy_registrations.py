@@ -100,6 +100,7 @@ class LazyRegistrations:
         if entry is None:
             raise not_registered_error(name)
         if entry.is_read:
+            await self._registry_service.change_feed.settle()  # it may have been written a moment ago
             return None, entry
         key = (tenant_id, entry.ref.name)
         return await asyncio.shield(self._pending.task(key, lambda: self._load(entry, who)))

@@ -73,6 +73,27 @@ async def test_it_is_read_once_however_many_ask_and_keeps_what_was_said_of_it(kn
     assert known.store.loads == ["hub/sql"], "it is read already"
 
 
+async def test_who_asks_while_a_load_is_published_waits_until_every_ingress_has_it(known: Known) -> None:
+    def is_read() -> bool:
+        entry = known.registry.catalog.get("sql", **MINE)
+        return entry is not None and entry.is_read
+
+    gate = known.store.gates["hub/sql"] = asyncio.Event()
+    first = asyncio.create_task(known.client.load_for_request("sql", **MINE, who="bob"))
+    while known.store.loads != ["hub/sql"]:
+        await asyncio.sleep(0)
+    async with known.registry_service.change_feed._publishing:
+        gate.set()
+        while not is_read():
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(known.client.load_for_request("sql", **MINE, who="eve"))
+        await asyncio.wait([second], timeout=0.1)
+        assert not second.done(), "an ingress that asks its copy now does not find the adapter"
+    await second
+    assert known.state("sql") is State.LOADED
+    await first
+
+
 async def test_reading_it_when_asked_is_a_load_like_any_other(known: Known) -> None:
     job, entry = await known.client.load_registered("math", **ADA)
     assert job is not None
