@@ -4,6 +4,7 @@
 
 A tiny model runs on Ray nodes of this machine (`--nodes`), an engine replica and an ingress on each, or two of both on
 a single one, behind HAProxy (`polylora serve`), with PostgreSQL if its programs are installed (the report says so).
+The service's state has a disk of its own, which one of the faults fills; that needs root, and is left out otherwise.
 Every few seconds one fault of `chaos.events` is injected. Prints a report in JSON; the status is 1 if any answer was
 wrong or lost, if an acknowledged change of the registry is missing, or if something leaks. Needs the packages of the
 extra `test`: it makes its model with transformers.
@@ -17,6 +18,7 @@ import json
 import random
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -44,6 +46,8 @@ HUB_RANKS = {"h0": 8, "h1": 4}
 WARM_UP_S = 15.0
 #: After the last fault everything must be healthy within this time: a node rejoins, and Serve restarts what ran there.
 SETTLE_S = 120.0
+#: The disk with the service's state, which a fault fills.
+DISK_BYTES = 128 << 20
 
 
 def settings(folder: Path, hub_url: str, num_nodes: int) -> dict[str, Any]:
@@ -109,7 +113,7 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         next(iter(RANKS)),
         outages.clock,
     )
-    faults = Faults(world.session_ids, world.nodes, world.database, world.hub, outages, recoveries, rng)
+    faults = Faults(world.session_ids, world.nodes, world.database, world.hub, world.disk, outages, recoveries, rng)
     events = Events(faults.faults, options.every, rng, outages.clock)
     probe = {"prompt": "the quick", "max_tokens": 24, "temperature": 0.0, "seed": 1, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -153,7 +157,7 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
             *registrations.lost,
             *(f"{part} does not work after {SETTLE_S:g} s" for part in sorted(missing)),
             *leaks(before, after),
-            *staged_files(world.service.folder),
+            *staged_files(Path(world.service.environment["POLYLORA_STATE_DIR"])),
         ],
     }
 
@@ -166,16 +170,33 @@ def staged_files(folder: Path) -> list[str]:
 
 
 class World(NamedTuple):
-    """A running service and its surroundings. `nodes`: those beside its own. `database`: None if not installed."""
+    """A running service and its surroundings. `nodes`: those beside its own. `database`: None if not installed.
+    `disk`: None without the right to mount one.
+    """
 
     service: Service
     nodes: list[WorkerNode]
     database: PostgresServer | None
     hub: Hub
+    disk: Path | None
 
     def session_ids(self) -> list[int]:
         """Session ids of everything that serves."""
         return [self.service.process.pid, *(node.session_id for node in self.nodes)]
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """A new folder, which is a file system of `DISK_BYTES`; None if this process may not mount one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "polylora-chaos", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @contextmanager
@@ -187,11 +208,13 @@ def world(folder: Path, port: int, num_nodes: int) -> Iterator[World]:
     programs = find_postgres()
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(folder / "hub"))
+        disk = stack.enter_context(small_disk(folder / "state"))
         path = folder / "serve.yaml"
         path.write_text(yaml.safe_dump(settings(folder, hub.url, num_nodes)))
         database = None if programs is None else PostgresServer(programs)
         environment = {
             "OMP_NUM_THREADS": "1",
+            "POLYLORA_STATE_DIR": str(folder / "state"),
             "RAY_AUTH_MODE": "token",  # as Ray sets it for the service's own node; the other one has to set it
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # Ray's ports also for other nodes
@@ -210,7 +233,7 @@ def world(folder: Path, port: int, num_nodes: int) -> Iterator[World]:
                 node.wait_until_joined()  # two that start at once choose the same sockets
             service.process.send_signal(signal.SIGCONT)
             service.wait_for("Ready after", timeout_s=600)
-            yield World(service, nodes, database, hub)
+            yield World(service, nodes, database, hub, disk)
         except BaseException:
             print("\n".join(line.text for line in service.lines[-40:]), file=sys.stderr)
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.node import WorkerNode
@@ -46,11 +46,14 @@ class Faults:
         nodes: Sequence[WorkerNode],
         database: PostgresServer | None,
         hub: Hub,
+        disk: Path | None,
         outages: ProxyOutages,
         recoveries: Recoveries,
         rng: random.Random,
     ) -> None:
-        """`session_ids`: of everything that serves. `nodes`: those beside the service's own, which is not killed."""
+        """`session_ids`: of everything that serves. `nodes`: those beside the service's own, which is not killed.
+        `disk`: a file system that has the service's state and nothing else.
+        """
         self._session_ids = session_ids
         self._nodes = nodes
         self._database = database
@@ -64,7 +67,9 @@ class Faults:
             self.faults[f"stop {role}"] = partial(self._stop, role)
         if nodes:
             self.faults |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
-        self.faults |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
+        self.faults["hang the hub"] = self._hang_hub
+        if disk is not None:
+            self.faults["fill the disk"] = partial(self._fill_disk, disk)
         if database is not None:
             self.faults |= {
                 name: partial(self._database_away, database, fault)
@@ -98,15 +103,16 @@ class Faults:
     async def _stop_raylet(self) -> str:
         return await _still(self._random.choice(self._nodes).raylets)
 
-    async def _fill_disk(self) -> str:
-        """Freeze the size of the store process's files, as if disks were full. Python ignores the signal for this."""
-        pid = self._one("store")
-        limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limit[1]))
-        await asyncio.sleep(STOPPED_S)
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-        return str(pid)
+    async def _fill_disk(self, disk: Path) -> str:
+        filler = disk / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(1 << 20)):
+                    pass
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            filler.unlink()
+        return str(disk)
 
     async def _hang_hub(self) -> str:
         self._hub.answers.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import resource
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ import pytest
 from load_tests.chaos import events as events_module
 from load_tests.chaos import recovery as recovery_module
 from load_tests.chaos import registrations as registrations_module
-from load_tests.chaos.__main__ import settings, staged_files
+from load_tests.chaos.__main__ import settings, small_disk, staged_files
 from load_tests.chaos.events import Events, Faults
 from load_tests.chaos.hub import Hub
 from load_tests.chaos.recovery import Recoveries
@@ -237,7 +237,7 @@ def test_a_database_or_node_that_is_not_there_is_left_alone(has_database: bool, 
     database: Any = object() if has_database else None
     nodes: list[Any] = [object()] * (num_nodes - 1)
     nothing: Any = None
-    faults = Faults(list, nodes, database, nothing, ProxyOutages(), nothing, random.Random(0)).faults
+    faults = Faults(list, nodes, database, nothing, Path(), ProxyOutages(), nothing, random.Random(0)).faults
     assert len(faults) == 12 + 2 * has_database + 2 * (num_nodes > 1)
     assert sum("database" in name for name in faults) == (2 if has_database else 0)
     assert sum("raylet" in name for name in faults) == (2 if num_nodes > 1 else 0)
@@ -291,19 +291,21 @@ async def test_a_part_works_again_when_all_of_it_takes_requests(
     assert await recoveries.working() == {"engine", "placement", "store", "haproxy"}, "HAProxy names no ingress"
 
 
-async def test_a_full_disk_is_one_for_the_store_alone_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_is_full_for_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(events_module, "STOPPED_S", 0.05)
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as store:
-        before = resource.prlimit(store.pid, resource.RLIMIT_FSIZE)
-        nothing: Any = None
-        faults = Faults(list, [], None, nothing, ProxyOutages(), nothing, random.Random(0))
-        monkeypatch.setattr(events_module, "processes", lambda *_: {"store": [store.pid]})
-        filling = asyncio.create_task(faults.faults["fill the store's disk"]())
+    nothing: Any = None
+    with small_disk(tmp_path / "disk") as disk:
+        faults = Faults(list, [], None, nothing, disk, ProxyOutages(), nothing, random.Random(0)).faults
+        if disk is None:
+            assert "fill the disk" not in faults, "without the right to mount one nothing else is filled"
+            return
+        filling = asyncio.ensure_future(faults["fill the disk"]())
         await asyncio.sleep(0)
-        assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == (0, before[1])
-        assert await filling == str(store.pid)
-        assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == before
-        store.kill()
+        assert shutil.disk_usage(disk).free == 0
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "more").write_bytes(bytes(1 << 16))
+        assert await filling == str(disk)
+        (disk / "more").write_bytes(bytes(1 << 16))
 
 
 @pytest.mark.skipif(find_postgres() is None, reason="PostgreSQL is not installed; the command leaves its deeds out too")

@@ -100,7 +100,7 @@ class ChangeFeed:
         return await asyncio.shield(self._tasks.start(change()))
 
     async def settle(self) -> None:
-        """Wait until every ingress has what is in the database, at most `SETTLE_TIMEOUT_S`; a timeout is only logged."""
+        """Wait until every ingress has the database's changes, at most `SETTLE_TIMEOUT_S`; a timeout is only logged."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self.publish_newer()
