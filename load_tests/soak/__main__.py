@@ -104,15 +104,18 @@ async def run(service: Service, url: str, admin_key: str, expected: dict[str, st
         traffic, churn = Traffic(url, asked, keys, seed=0), Churn(url, admin_key, keys[0], changing)
         capacity = await traffic.capacity(NUM_STREAMS, CAPACITY_S)
         resources, began_s = Resources(service.process.pid, service.folder), time.monotonic()
+        shown = set[str]()
         async with asyncio.TaskGroup() as group:
             group.create_task(traffic.run(LOAD * capacity))
             group.create_task(churn.run())
             while (passed_s := time.monotonic() - began_s) < 60 * minutes:
                 await asyncio.to_thread(resources.sample)
+                wrongs = {*traffic.wrongs, *churn.wrongs}
                 print(
-                    f"{passed_s / 60:.0f} of {minutes:g} min: {dict(traffic.ended)}, {dict(churn.done)}, "
-                    f"{len(traffic.wrongs) + len(churn.wrongs)} wrong", file=sys.stderr, flush=True,
+                    *sorted(wrongs - shown), f"{passed_s / 60:.0f} of {minutes:g} min: {dict(traffic.ended)}, "
+                    f"{dict(churn.done)}, {len(wrongs)} wrong", sep="\n", file=sys.stderr, flush=True,
                 )  # fmt: skip
+                shown = wrongs
                 await asyncio.sleep(SAMPLE_EVERY_S)
             traffic.stop()
             churn.stop()
