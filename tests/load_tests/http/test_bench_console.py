@@ -21,9 +21,10 @@ async def test_an_open_page_gets_events_until_it_is_closed(tmp_path: Path) -> No
         num_events = len(sizes)
         await asyncio.sleep(0.1)
         assert len(sizes) == num_events
+        others = asyncio.all_tasks()
         with pytest.raises(aiohttp.ClientResponseError, match="404"):
             async with open_page(http, f"{url}/nothing"):
-                await asyncio.sleep(0.5)
+                await asyncio.wait(asyncio.all_tasks() - others, timeout=120)  # the page's own
 
 
 async def test_the_collector_counts_what_it_gets() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from app.cli.config_file import read_settings
 from load_tests.http.bench_scaling import (
+    LOOK_S,
     MAX_REPLICAS,
     POLICIES,
     TRAFFIC,
@@ -56,9 +58,14 @@ def test_the_reaction_is_counted_from_the_rise_to_the_next_replica_more() -> Non
 
 def test_replicas_are_counted_until_the_end() -> None:
     with counting(lambda: 3) as counts:
-        time.sleep(0.6)
-    assert 1 <= len(counts) <= 3
+        deadline_s = time.monotonic() + 120
+        while len(counts) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    number = len(counts)
+    assert all(later[0] - earlier[0] > 0.9 * LOOK_S for earlier, later in pairwise(counts))
     assert {count for _, count in counts} == {3}
+    time.sleep(2 * LOOK_S)
+    assert len(counts) == number >= 2
 
 
 def test_a_line_has_what_was_lost_and_when_tokens_came() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 import httpx
@@ -59,9 +60,11 @@ def test_each_answer_is_compared_and_usage_is_bounded_by_what_was_answered(monke
     transport = httpx.MockTransport(answer)
     monkeypatch.setattr(Traffic, "_http", lambda _: httpx.AsyncClient(base_url="http://x", transport=transport))
     traffic = Traffic("http://x", texts, ["key"], seed=3)
-    rate = asyncio.run(traffic.capacity(2, 0.5))
-    assert rate > 0
-    assert set(KINDS) | {"streamed", "wrong"} == set(traffic.ended)
+    kinds, deadline_s = {*KINDS, "streamed", "wrong"}, time.monotonic() + 120
+    assert asyncio.run(traffic.capacity(2, 0.5)) > 0
+    while set(traffic.ended) < kinds and time.monotonic() < deadline_s:  # a busy machine sends few of them
+        asyncio.run(traffic.capacity(2, 0.5))
+    assert set(traffic.ended) == kinds
     assert traffic.wrongs
     assert all(" b: RuntimeError: wrong tokens: " in wrong for wrong in traffic.wrongs)
 

@@ -74,6 +74,7 @@ async def test_it_loads_nothing_and_has_the_base_s_bits(
 
 @pytest.mark.usefixtures("read_ahead")
 async def test_it_is_the_adapter_s_in_answers_and_books(service: Service, http: httpx.AsyncClient) -> None:
+    day_s, began_s = 86400, int(time.time())
     answer = await completed(http, model="activated", prompt="og, to", return_token_ids=True)
     assert answer.headers["X-Polylora-Adapter"] == "activated@1"
     assert answer.json()["adapter"]["digest"] == ADAPTER.card.digest
@@ -86,8 +87,7 @@ async def test_it_is_the_adapter_s_in_answers_and_books(service: Service, http: 
     assert found["loads"] == {"source": 0, "disk": 0, "device": 0}
     assert service.metrics.requests[-1]["is_adapter"]
     assert await service.accounting.usage_flusher.flush()
-    day_s, now_s = 86400, int(time.time())
-    query = UsageQuery(now_s // day_s * day_s, now_s + day_s, None, day_s, "completions", {}, ("model", "digest"))
+    query = UsageQuery(began_s // day_s * day_s, began_s + day_s, None, day_s, "completions", {}, ("model", "digest"))
     buckets = await asyncio.to_thread(service.managed.books.ledger.buckets, query)
     used = [(group, charge.completion_tokens) for bucket in buckets for group, charge in bucket.results]
     assert used == [({"model": "activated", "digest": ADAPTER.card.digest}, 7)]

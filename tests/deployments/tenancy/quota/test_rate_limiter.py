@@ -219,8 +219,14 @@ async def test_an_owner_that_answers_a_busy_event_loop_is_not_away(monkeypatch: 
     async def lend(_: str, wants: Sequence[LeaseRequest]) -> list[LeaseGrant]:
         answer: asyncio.Future[list[LeaseGrant]] = loop.create_future()
         grants = [LeaseGrant(0, 0) for _ in wants]
-        threading.Timer(0.05, lambda: loop.call_soon_threadsafe(answer.set_result, grants)).start()
-        loop.call_soon(time.sleep, 0.5)
+        answering = threading.Thread(target=loop.call_soon_threadsafe, args=(answer.set_result, grants))
+
+        def work() -> None:
+            answering.start()
+            answering.join()
+            time.sleep(0.5)
+
+        loop.call_soon(work)
         return await answer
 
     limiter = RateLimiter(lend, "a", lambda: owner.now_s)

@@ -79,8 +79,8 @@ def test_a_busy_machine_is_not_the_templates_fault(
     quick(sandbox)
     (process,) = sandbox._idle
     os.kill(process.pid, signal.SIGSTOP)
-    threading.Timer(0.6, os.kill, (process.pid, signal.SIGCONT)).start()
     began_s = time.monotonic()
+    threading.Timer(0.6, os.kill, (process.pid, signal.SIGCONT)).start()
     assert quick(sandbox) == "[user] ab a.>"
     assert time.monotonic() - began_s > 0.3, "more than the limit, and not the template's"
     monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -120,9 +121,10 @@ async def test_callers_without_a_project_are_counted_by_address(service: Service
 async def test_wrong_keys_are_counted_by_address(service: Service) -> None:
     service.new_project_limits = TenantLimits(calls_per_min=2)
     async with client_of(service, HttpPolicy(auth="keys"), client="10.0.0.9", host="models.example") as http:
+        began_s = time.monotonic()
         answers = [await http.get("/v1/models", headers=bearer(f"wrong-{n}")) for n in range(3)]
     assert [each.status_code for each in answers] == [401, 401, 429]
-    assert answers[2].headers["Retry-After"] == "30"
+    assert 30 - (time.monotonic() - began_s) <= int(answers[2].headers["Retry-After"]) <= 30
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("DELETE", "/v1/loras/sql"), ("GET", "/health")])
@@ -147,7 +149,8 @@ class Parts:
         if not self.parts:
             await asyncio.Event().wait()
         pause_s, size = self.parts.pop(0)
-        await asyncio.sleep(pause_s)
+        if pause_s:  # a part without a pause is here whatever the event loop is busy with
+            await asyncio.sleep(pause_s)
         return {"type": "http.request", "body": bytes(size), "more_body": bool(self.parts) or not self.is_complete}
 
 
@@ -212,13 +215,17 @@ async def test_a_key_has_so_many_slow_bodies_and_another_key_its_own() -> None:
     await half_sent("ada").receive()
 
 
-@pytest.mark.usefixtures("short_times")
-async def test_a_half_sent_request_is_a_408_and_gives_its_place_back(org: Org) -> None:
+async def test_a_half_sent_request_is_a_408_and_gives_its_place_back(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
     await org.service.accounting.tenants_service.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    monkeypatch.setattr(metering, "BODY_TIMEOUT_S", 600.0)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
 
     async def half() -> AsyncIterator[bytes]:
         yield b"{"
-        await asyncio.sleep(30)
+        begun.set()
+        await goes_on.wait()
+        yield b" "
+        await asyncio.Event().wait()
 
     app = make_app(org.service, HttpPolicy())
     messages = half()
@@ -236,8 +243,11 @@ async def test_a_half_sent_request_is_a_408_and_gives_its_place_back(org: Org) -
         "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
     }  # fmt: skip
     asking = asyncio.create_task(app(scope, receive, send))
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        await begun.wait()
     assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 429, "one at a time"
+    monkeypatch.setattr(metering, "BODY_TIMEOUT_S", 0.0)
+    goes_on.set()
     await asking
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]
