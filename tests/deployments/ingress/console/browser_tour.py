@@ -102,6 +102,13 @@ def actions(browser: Browser, url: str, folder: Path) -> None:
         expect(new.get_by_role("link", name="Compare with the base")).to_have_count(0)
         expect(new.get_by_role("button", name="Unload")).to_have_count(0)
         shot(new, "adapter-failed")
+        with new.expect_response("**/v1/loras/reports") as answer:
+            new.get_by_role("button", name="Dismiss").click()
+        assert (answer.value.request.method, answer.value.status) == ("DELETE", 200)
+        expect(new.get_by_text("The failure was dismissed")).to_be_visible()
+        expect(new).to_have_url(f"{url}/console/#/adapters")
+        expect(new.get_by_role("link", name="sql-next", exact=True)).to_be_visible()
+        expect(new.get_by_text("reports")).to_have_count(0)
         new.goto(f"{url}/console/#/adapters/sql")
         expect(new.get_by_role("heading", name="Generations")).to_be_visible()
         check(new)
