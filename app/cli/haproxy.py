@@ -42,12 +42,13 @@ import asyncio
 import ipaddress
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.cli.haproxy_supervisor import Supervisor, socket_of
+from app.cli.haproxy_supervisor import Supervisor, bound_socket, socket_of
 from app.cli.ray_env import MAX_HEAD_BYTES, connections_for_files, max_open_files
 from app.config import HTTP_HOST, INFERENCE_PATHS, PROXY_HEADERS
 
@@ -128,7 +129,8 @@ def main() -> None:
         changed = _write_changed(file, os.environ, is_reload="-sf" in arguments)
         if "-c" in arguments:  # only check it
             os.execv(binary, [binary, *(str(changed.file) if word == str(file) else word for word in arguments)])
-        supervisor = Supervisor(binary, arguments, changed.file, changed.admin, str(file))
+        listener = _listener(changed)
+        supervisor = Supervisor(binary, arguments, changed.file, changed.admin, str(file), listener)
     except (UnknownConfiguration, ImportError, OSError, ValueError) as error:
         print(f"polylora-haproxy: {error}", file=sys.stderr)
         raise SystemExit(1) from error
@@ -215,6 +217,20 @@ def _write_changed(path: Path, environ: Mapping[str, str], *, is_reload: bool) -
     own = path.with_name(f"{os.getpid()}.cfg")
     own.write_text(changed.replace(str(admin), str(socket_of(admin.parent, os.getpid())), 1))
     return _ChangedFile(own, admin)
+
+
+def _listener(changed: _ChangedFile) -> socket.socket | None:
+    """The socket for HTTP, which the file names afterwards. None if it cannot be bound: HAProxy then says why."""
+    text = changed.file.read_text()
+    bind = re.search(r"(?<=\nfrontend http_frontend\n    bind )(\S*):(\d+)$", text, re.MULTILINE)
+    if bind is None:
+        raise UnknownConfiguration("Ray's HAProxy configuration does not begin its frontend with the port for HTTP")
+    try:
+        listener = bound_socket(changed.admin, bind[1], int(bind[2]))
+    except OSError:
+        return None
+    changed.file.write_text(f"{text[: bind.start()]}fd@{listener.fileno()}{text[bind.end() :]}")
+    return listener
 
 
 def _has_application(text: str) -> bool:

@@ -2,7 +2,8 @@
 
 For Ray this process is HAProxy: the control socket reports its process id, and a signal to it goes to HAProxy. Ray
 itself notices only after half a minute that its HAProxy has exited, and no request is answered meanwhile. Here it is
-restarted within a tenth of a second; its connections are lost.
+restarted within a tenth of a second; its connections are lost. New ones wait for it, because this process has the
+listening socket, and the next supervisor gets it from this one.
 
 When this process is killed, which is also how Ray stops HAProxy, HAProxy is killed too, unless `polylora serve` runs
 (`SERVE_PID`): then it goes on with its connections until another replaces it or `polylora serve` ends. A process
@@ -23,6 +24,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -38,6 +40,8 @@ PAUSE_S = 0.2
 #: The process id of `polylora serve`, which starts and ends with its Ray.
 SERVE_PID = "POLYLORA_SERVE_PID"
 _PR_SET_PDEATHSIG = 1
+#: A question to a supervisor, which is answered with a descriptor.
+_LISTENER = b"polylora listener\n"
 
 
 def socket_of(folder: Path, pid: int) -> Path:
@@ -47,10 +51,19 @@ def socket_of(folder: Path, pid: int) -> Path:
 
 class Supervisor:
     """`config`: HAProxy's file, whose control socket is `socket_of` this process. `admin`: where Ray looks for the
-    socket. Both are in the folder of this node.
+    socket. Both are in the folder of this node. `listener`: the socket that `config` names by its descriptor, if any.
     """
 
-    def __init__(self, binary: str, arguments: Sequence[str], config: Path, admin: Path, ray_config: str) -> None:
+    def __init__(
+        self,
+        binary: str,
+        arguments: Sequence[str],
+        config: Path,
+        admin: Path,
+        ray_config: str,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._listener = listener
         self._folder = admin.parent
         self._admin = admin
         self._config = config
@@ -111,6 +124,8 @@ class Supervisor:
             *command,
             stderr=asyncio.subprocess.PIPE,
             preexec_fn=self._become_haproxy,
+            restore_signals=False,  # SIGPIPE stays ignored: HAProxy goes on when this process, which reads it, has died
+            pass_fds=[] if self._listener is None else [self._listener.fileno()],
             process_group=0,
         )
         self._reading = asyncio.create_task(self._pass_on(self._child))
@@ -178,12 +193,16 @@ class Supervisor:
         return server
 
     async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one question to HAProxy."""
-        with contextlib.suppress(OSError):
-            answer = await self._query(await reader.readline())
+        """Forward one question to HAProxy, or answer the next supervisor's."""
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            question = await reader.readline()
+            if question == _LISTENER and self._listener is not None:
+                with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as asker:
+                    socket.send_fds(asker, [b"\n"], [self._listener.fileno()])
+                return
+            answer = await self._query(question)
             writer.write(re.sub(rb"(?m)^Pid: \d+", b"Pid: %d" % os.getpid(), answer))
             await writer.drain()
-        writer.close()
 
     async def _query(self, question: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(self._socket)
@@ -195,6 +214,9 @@ class Supervisor:
             writer.close()
 
     def _stop(self, number: int) -> None:
+        if self._listener is not None:
+            self._listener.close()  # what this HAProxy no longer accepts must not wait for it
+            self._listener = None
         self._stop_signal = number
         self._signal(number)
 
@@ -234,6 +256,33 @@ class Supervisor:
 
     def _is_supervisor(self, pid: int) -> bool:
         return self._ray_config in _command_line(pid)
+
+
+def bound_socket(admin: Path, host: str, port: int) -> socket.socket:
+    """A TCP socket for HAProxy to listen on: that of the supervisor at `admin` if it has this address, or a new one.
+
+    An empty host or `*`: all IPv4 addresses. Raises OSError.
+    """
+    found = socket.getaddrinfo(host.replace("*", "") or "0.0.0.0", port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asker:
+        asker.settimeout(1.0)
+        asker.connect(str(admin))
+        asker.sendall(_LISTENER)
+        for descriptor in socket.recv_fds(asker, 1, 1)[1]:
+            listener = socket.socket(fileno=descriptor)
+            if listener.getsockname() == address:
+                return listener
+            listener.close()
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # beside a HAProxy whose supervisor has died
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def end_haproxys(folder: Path) -> None:

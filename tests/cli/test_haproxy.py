@@ -649,6 +649,62 @@ async def test_a_haproxy_that_is_killed_is_back_at_once(write: Write, tmp_path: 
         assert len((tmp_path / "failures").read_text().splitlines()) == 2
 
 
+async def answer_after_death(folder: Path, door: Door) -> bytes:
+    """The answer to a client that comes while HAProxy is dead and its supervisor has not noticed."""
+    os.kill(door.process.pid, signal.SIGSTOP)
+    pid = child_of(folder, door)
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        os.kill(door.process.pid, signal.SIGCONT)
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_who_comes_while_haproxy_is_dead_waits_for_the_next(write: Write, tmp_path: Path) -> None:
+    port = free_port()
+    async with haproxy(write, port=port) as old:
+        assert (await answer_after_death(tmp_path, old)).startswith(b"HTTP/1.1 200 ")
+        async with haproxy(write, port=port, takes_over=old) as new:
+            os.kill(old.process.pid, signal.SIGUSR1)
+            await old.process.wait()
+            assert (await answer_after_death(tmp_path, new)).startswith(b"HTTP/1.1 200 "), "the socket was handed on"
+
+
+async def test_one_that_is_stopped_refuses_new_clients_while_it_finishes_the_others(write: Write) -> None:
+    begun, answers = asyncio.Event(), asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        if b"/v1/models" in head:
+            begun.set()
+            await answers.wait()
+        await ok(reader, writer, head)
+
+    async with (
+        ingress(slow) as ingress_port,
+        haproxy(write, ingress_port) as door,
+        httpx.AsyncClient(base_url=door.url, timeout=120) as http,
+    ):
+        while (await http.get("/readyz")).status_code != 200:
+            await asyncio.sleep(0.05)
+        answer = asyncio.create_task(http.get("/v1/models"))
+        await begun.wait()
+        os.kill(door.process.pid, signal.SIGUSR1)
+        async with asyncio.timeout(60):
+            with pytest.raises(ConnectionRefusedError):
+                while True:
+                    _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+                    writer.close()
+                    await asyncio.sleep(0.02)
+        answers.set()
+        assert (await answer).status_code == 200
+        assert await asyncio.wait_for(door.process.wait(), 60) == 0
+
+
 async def test_a_haproxy_is_named_whole_before_it_runs(tmp_path: Path) -> None:
     pid_file = tmp_path / f"{os.getpid()}.pid"
     look = f"echo $$ $(cat {pid_file}) $(ls {tmp_path}/*.pid) >> {tmp_path}/seen"
@@ -785,7 +841,9 @@ async def test_with_polylora_serve_haproxy_outlives_its_supervisor_until_it_is_r
                 await asyncio.sleep(0.02)  # it is named before it runs
             new.process.kill()
             await new.process.wait()
-            assert command_name(third) == "haproxy"
+            async with asyncio.timeout(60):
+                while command_name(third) != "haproxy":  # its file is written before it runs
+                    await asyncio.sleep(0.02)
             serve.kill()
             await serve.wait()
             await until_gone(third)
