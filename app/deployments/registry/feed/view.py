@@ -30,6 +30,9 @@ Entry = CatalogEntry | AliasEntry
 _FEW = 64
 #: Entries that the constructor applies at a time.
 _MANY = 5_000
+#: Adapters that are remembered after their name has got other contents or was removed, the most recent: requests that
+#: were resolved before need their chat templates, tokens and defaults until they have reached an engine.
+MAX_REPLACED = 256
 _SCHEME = SCHEME.encode()
 
 
@@ -52,6 +55,7 @@ class RegistryView:
         ] = {}  # tenant -> name -> an adapter, packed, or an alias
         self._names: dict[tuple[str, type], list[str]] = {}
         self._dependents: dict[Key, set[Key]] = {}  # a part -> the combinations that have it
+        self._replaced: dict[tuple[str, str, str], bytes] = {}  # tenant, name, digest -> packed, oldest first
         self._followers: list[Callable[[Key, Entry | None], None]] = []
         self._sync: TableSync[Key, Entry] = TableSync()
         coming = iter(entries)
@@ -92,6 +96,8 @@ class RegistryView:
             stored = self._entries.setdefault(tenant_id, {})
             old = stored.get(name)
             self._note_parts((tenant_id, name), old, entry)
+            if isinstance(old, bytes):
+                self._note_replaced(old, tenant_id, name, entry)
             if entry is None:
                 stored.pop(name, None)
             else:  # the present key stays, so that each name is one string object
@@ -154,7 +160,7 @@ class RegistryView:
         return sorted(self._dependents.get((tenant_id, name), ()))
 
     def invocation(self, ref: AdapterRef) -> tuple[int, ...]:
-        """The tokens that activate the adapter; empty once the name means other contents."""
+        """The tokens that activate the adapter; see `entry_of`."""
         entry = self.entry_of(ref)
         return () if entry is None else entry.invocation_tokens
 
@@ -168,13 +174,26 @@ class RegistryView:
         for part in _parts(new.ref) if isinstance(new, CatalogEntry) else ():
             self._dependents.setdefault(part, set()).add(key)
 
+    def _note_replaced(self, old: bytes, tenant_id: str, name: str, new: Entry | None) -> None:
+        digest = unpack_ref(old, tenant_id, name).digest
+        if not digest or (isinstance(new, CatalogEntry) and new.ref.digest == digest):
+            return
+        self._replaced.pop((tenant_id, name, digest), None)
+        self._replaced[tenant_id, name, digest] = old
+        if len(self._replaced) > MAX_REPLACED:
+            del self._replaced[next(iter(self._replaced))]
+
     def _keys(self) -> Iterator[Key]:
         return ((tenant_id, name) for tenant_id, entries in self._entries.items() for name in entries)
 
     def entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
-        """The entry of a reference; None once the name means other contents."""
+        """The entry of a reference. Once the name means other contents it is the last one that had these; None if that
+        is long ago (`MAX_REPLACED`)."""
         entry = self.adapter(ref.name, ref.tenant_id)
-        return entry if entry is not None and entry.ref.digest == ref.digest else None
+        if entry is not None and entry.ref.digest == ref.digest:
+            return entry
+        replaced = self._replaced.get((ref.tenant_id, ref.name, ref.digest))
+        return None if replaced is None else unpack_entry(replaced, ref.tenant_id, ref.name)
 
     def page(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest_asyncio
 
 from app.deployments.ingress.principal import handle_principal
 from app.deployments.ingress.schemas.openai import WeightedAdapter
+from app.deployments.registry.models import DEFAULT_TENANT
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.deployments.http_service import Service
@@ -89,6 +91,31 @@ async def test_the_base_and_other_adapters_keep_theirs(service: Service, http: h
     for model in ("base", "sql"):
         found = await sampled(service, http, "/v1/completions", {"model": model, "prompt": "hi"})
         assert values(found) == (1.0, 1.0, 0, 16, None)
+
+
+@pytest.mark.parametrize("change", ["replaced", "unloaded"])
+async def test_a_request_keeps_what_its_adapter_has_while_the_name_gets_other_contents(
+    service: Service, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    contents, managed, preprocessor = service.managed.store.contents, service.managed, service.preprocessor
+    prompt_ids = preprocessor.prompt_ids
+
+    async def change_name(*arguments: Any) -> Any:
+        found = await prompt_ids(*arguments)
+        if change == "replaced":
+            await managed.client.load_and_wait(wanted("new", "two"))
+        else:
+            assert (await http.delete("/v1/loras/new?wait=false")).status_code == 202
+        while (entry := service.registry.adapter("new", DEFAULT_TENANT)) and entry.ref.digest == contents["new"]:
+            await asyncio.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(preprocessor, "prompt_ids", change_name)
+    found = await sampled(service, http, "/v1/completions", {"model": "new", "prompt": "hi"})
+    (request,) = last_requests(service)
+    assert request.adapter is not None
+    assert request.adapter.digest == contents["new"]
+    assert values(found) == (0.25, 0.5, 3, 7, (3, 4))
 
 
 async def test_a_default_limit_is_cut_to_the_context_and_a_requested_one_is_refused(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.deployments.registry.feed.view import Entry, RegistryView, choose_target
+from app.deployments.registry.feed.view import MAX_REPLACED, Entry, RegistryView, choose_target
 from app.deployments.registry.models import DEFAULT_TENANT, AliasEntry, AliasTarget, CatalogEntry
 from app.deployments.rpc.long_poll_host import Changes
 from app.engine.adapters.card import AdapterRef
@@ -117,3 +118,20 @@ def test_a_canary_is_sticky_and_gets_its_share() -> None:
     assert set(choices(v1=1).values()) == {"v1"}
     other = Counter(choose_target(alias("other", v1=95, v2=5), user) for user in canary)
     assert other["v2"] < len(canary) / 2, "another alias tries other users"
+
+
+def test_what_a_name_meant_until_recently_is_found_by_its_reference() -> None:
+    def entry(number: int, text: str = "") -> CatalogEntry:
+        ref = AdapterRef("a", f"digest-{number}", DEFAULT_TENANT, number)
+        return replace(adapter("a"), ref=ref, text=text or f"text {number}")
+
+    view = RegistryView([entry(0)])
+    view.apply([(("default", "a"), entry(0, "changed"))])
+    for number in range(1, MAX_REPLACED + 2):
+        view.apply([(("default", "a"), entry(number))])
+    view.apply([(("default", "a"), None)])
+    assert view.find("a", DEFAULT_TENANT) is None
+    found = [view.entry_of(entry(number).ref) for number in range(MAX_REPLACED + 2)]
+    assert found[:2] == [None, None], "the oldest"
+    assert found[2:] == [entry(number) for number in range(2, MAX_REPLACED + 2)]
+    assert view.entry_of(replace(entry(5).ref, tenant_id="bob")) is None
