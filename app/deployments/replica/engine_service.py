@@ -306,6 +306,8 @@ class EngineService:
             chunks = [chunk for chunk in chunks if chunk.error is not failure]
         if self._fetch_us:
             chunks = [self._with_fetch(chunk) for chunk in chunks]
+        if self._final_error is not None:  # of a step that hung: what has left continues, and is counted, elsewhere
+            chunks = [chunk for chunk in chunks if self._hub.is_registered(chunk.request_id)]
         self._hub.deliver(chunks)
         for chunk in chunks:
             self._suspects.on_chunk(chunk)

@@ -79,6 +79,39 @@ async def test_streams_of_an_engine_whose_step_hangs_go_on_elsewhere(monkeypatch
         fleet.stop()
 
 
+async def test_a_hung_step_that_ends_after_all_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests have their last token in it, and from another replica, which counts them."""
+    monkeypatch.setattr(module, "STEP_CHECK_INTERVAL_S", 0.01)
+    fleet = Fleet(2)
+    dispatcher = fleet.dispatcher()
+    victim, other = fleet.replicas.values()
+    victim.backend.max_steps = 3
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    request = fake_request("r", [1, 2], sampling=sampling)
+    fleet.off_table.add(other.replica_id)
+    watching = asyncio.create_task(victim.service.watch_steps(0.2))
+    try:
+        async with asyncio.timeout(120):
+            answer = asyncio.create_task(collect(dispatcher, request))
+            while victim.backend.num_steps < 3:
+                await asyncio.sleep(0.01)
+            fleet.off_table.clear()
+            assert await answer == [item.token_id for item in fake_tokens(request, None)]
+            assert [each.request_id for each in other.submitted] == ["r/2"]
+            victim.backend.resumed.set()
+            while victim.engine.failure is None:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert victim.backend.num_steps == 4, "the late step has ended"
+            while "r/2" not in fleet.consumed:
+                await asyncio.sleep(0.01)
+        assert list(fleet.consumed) == ["r/2"]
+    finally:
+        watching.cancel()
+        await dispatcher.close()
+        fleet.stop()
+
+
 class SlowToEnd:
     """An engine whose check ends a process, which takes a moment."""
 
