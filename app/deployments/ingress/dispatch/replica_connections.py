@@ -80,7 +80,7 @@ class ReplicaConnections:
         """Close a stream and abort it on its replica."""
         stream.closed = True
         if stream.connection is not None and not stream.submitting:
-            self._tasks.start(self._abort(stream.connection.replica_id, stream.attempt_id))
+            self._tasks.start(self._abort(stream.connection.replica_id, [stream.attempt_id]))
             stream.leave_connection()
 
     async def close(self) -> None:
@@ -152,6 +152,8 @@ class ReplicaConnections:
                 for chunk in frame:
                     connection.deliver(chunk)
         except (ReplicaGone, ReplicaUnreachable) as error:
+            if isinstance(error, ReplicaUnreachable) and connection.streams:  # it may live, and would compute them all
+                self._tasks.start(self._abort(connection.replica_id, [*connection.streams]))
             self._mark_unreachable(connection.replica_id, error)
         except asyncio.CancelledError:
             raise
@@ -228,9 +230,9 @@ class ReplicaConnections:
         if connection.reader is not None and connection.reader is not asyncio.current_task():
             connection.reader.cancel()
 
-    async def _abort(self, replica_id: str, attempt_id: str) -> None:
+    async def _abort(self, replica_id: str, attempt_ids: Sequence[str]) -> None:
         with suppress(ReplicaGone, ReplicaUnreachable):  # nothing left to abort
-            await self._transport.abort(replica_id, [attempt_id])
+            await self._transport.abort(replica_id, attempt_ids)
 
 
 def _lose_attempts(group: Sequence[tuple[Stream, int]]) -> None:

@@ -98,6 +98,12 @@ class SingleReaderQueue(Generic[T]):
             await self._waiter
         return self._items.popleft()
 
+    def take_all(self) -> list[T]:
+        """Remove and return what is there."""
+        items = [*self._items]
+        self._items.clear()
+        return items
+
 
 @dataclass(eq=False, slots=True)
 class Stream:
@@ -170,7 +176,15 @@ class Stream:
         return True
 
     def unbilled_usage(self) -> RequestUsage | None:
-        """Usage on dead replicas that no other replica will record; None if there is none."""
+        """Usage on dead replicas that no other replica will record; None if there is none.
+
+        Its reader has left: what it has not taken from the inbox counts, too.
+        """
+        for item in self.inbox.take_all():
+            if isinstance(item, TokenChunk):
+                self.on_chunk(item)
+            elif isinstance(item, AttemptLost):
+                self.on_loss(item)
         num_tokens = len(self.request.resume_token_ids) + len(self.received) - (self.num_charged or 0)
         if self.connection is not None or self.num_before < len(self.received) or not num_tokens:
             return None

@@ -16,7 +16,7 @@ from app.config import PlacementConfig
 from app.deployments.ingress.dispatch.dispatcher import MAX_HELD_BACK, MAX_REFUSALS, Dispatcher, RecentRefusals
 from app.deployments.ingress.dispatch.stream import MAX_LOSSES, Loss, Stream
 from app.deployments.placement.replica_choice import make_policy
-from app.deployments.rpc.transport import EngineFailed
+from app.deployments.rpc.transport import EngineFailed, Frame, ReplicaUnreachable
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
@@ -217,6 +217,38 @@ async def test_a_stream_that_leaves_a_replica_alive_is_counted_by_both_and_once(
     await dispatcher.close()
 
 
+async def test_a_replica_whose_link_is_lost_is_told_to_end_what_goes_on_elsewhere(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own end of the link hears nothing of the loss."""
+    fleet = make_fleet(1)
+    (replica,) = fleet.replicas.values()
+    dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], max_tokens=60, ignore_eos=True)
+    replica.backend.max_steps = 20
+    frames, lost = fleet.frames, asyncio.Event()
+    links: list[AsyncIterator[Frame]] = []
+
+    async def until_lost(replica_id: str, link_id: str) -> AsyncIterator[Frame]:
+        links.append(frames(replica_id, link_id))
+        async for frame in links[-1]:
+            yield frame
+            if len(arrived) == 20 and not lost.is_set():
+                lost.set()
+                raise ReplicaUnreachable("the connection was reset")
+
+    monkeypatch.setattr(fleet, "frames", until_lost)
+    arrived: list[int] = []
+    task = asyncio.ensure_future(collect(dispatcher, request, arrived))
+    await until(lambda: len(arrived) == 20)
+    await until(lambda: bool(replica.aborted))
+    replica.backend.resumed.set()
+    tokens, _ = await task
+    assert tokens == expected(request)
+    await until(lambda: len(fleet.consumed) == 2)
+    assert fleet.consumed["r/1"].completion_tokens < 60
+    await dispatcher.close()
+
+
 async def test_what_a_dead_replica_has_computed_is_counted_though_nobody_goes_on(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(1)
     (replica,) = fleet.replicas.values()
@@ -232,6 +264,30 @@ async def test_what_a_dead_replica_has_computed_is_counted_though_nobody_goes_on
         await task
     assert counted == [(request, RequestUsage(3, 0, 5))]
     await dispatcher.close()
+
+
+async def test_what_a_dead_replica_has_computed_is_counted_though_its_client_read_slowly_and_left(
+    make_fleet: MakeFleet,
+) -> None:
+    fleet = make_fleet(1)
+    (replica,) = fleet.replicas.values()
+    dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], ignore_eos=True)
+    counted: list[tuple[GenerateRequest, RequestUsage]] = []
+    dispatcher._count = lambda *what: counted.append(what)
+    replica.backend.max_steps = 5
+    async with aclosing(dispatcher.stream(request)) as stream:
+        num_read = len((await anext(stream)).token_ids)
+        (connection,) = dispatcher.connections._connections.values()
+        (running,) = connection.streams.values()
+        await until(lambda: num_read + sum(map(_num_tokens, running.inbox._items)) == 5)
+        fleet.kill(replica.replica_id)
+        await until(lambda: running.connection is None)
+    assert counted == [(request, RequestUsage(3, 0, 5))]
+    await dispatcher.close()
+
+
+def _num_tokens(item: object) -> int:
+    return len(item.token_ids) if isinstance(item, TokenChunk) else 0
 
 
 async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(make_fleet: MakeFleet) -> None:
