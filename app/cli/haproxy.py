@@ -24,8 +24,9 @@ What changes, and why:
 - A client may not hold connections for long without a request (`_CLIENT_TIMEOUTS`), and an address may not hold most
   of them (`_connection_rules`). Ray's file lets anyone keep all of them silently for an hour. The beginning of a body,
   up to HAProxy's buffer, is waited for here and not in an ingress. Bodies where no route reads one are refused.
-- A connection ends when the ingress's machine has acknowledged nothing for a while (`_INGRESS_TIMEOUTS`). With Ray's
-  file an answer from a machine that lost its power or network hangs without end.
+- A connection ends when the ingress's machine has acknowledged nothing for a while (`_INGRESS_TIMEOUTS`), or has read
+  nothing of a body that waits for it. With Ray's file an answer from a machine that lost its power or network hangs
+  without end.
 - Every error that HAProxy answers itself is JSON in OpenAI's shape, with Retry-After where the request may be repeated.
   For what is no HTTP, does not arrive in time, or has a head beyond its buffer, HAProxy knows only its built-in HTML or
   no answer; it closes the connection without one (`_UNANSWERED`). A head from `MAX_HEAD_BYTES` to the buffer gets 431.

@@ -37,6 +37,8 @@ SHORT_LIFE_S = 1.0
 MAX_SHORT_LIVES = 5
 #: Pause before a restart after a failure, times the number of failures.
 PAUSE_S = 0.2
+#: `end_haproxys` waits at most this long for a process that the kernel does not end.
+END_TIMEOUT_S = 10.0
 #: The process id of `polylora serve`, which starts and ends with its Ray.
 SERVE_PID = "POLYLORA_SERVE_PID"
 _PR_SET_PDEATHSIG = 1
@@ -286,9 +288,10 @@ def bound_socket(admin: Path, host: str, port: int) -> socket.socket:
 
 
 def end_haproxys(folder: Path) -> None:
-    """Kill the HAProxys of a folder, and return when their ports are free."""
+    """Kill the HAProxys of a folder, and return when their ports are free, or after `END_TIMEOUT_S`."""
+    deadline_s = time.monotonic() + END_TIMEOUT_S
     for pid_file in list(folder.glob("*.pid")):
-        while (haproxy := _running_haproxy(pid_file)) is not None:
+        while (haproxy := _running_haproxy(pid_file)) is not None and time.monotonic() < deadline_s:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(haproxy, signal.SIGKILL)
             time.sleep(0.02)

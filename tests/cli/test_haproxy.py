@@ -21,6 +21,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from app.cli import haproxy_supervisor
 from app.cli.haproxy import UnknownConfiguration, error_answer, haproxy_binary, rewritten
 from app.cli.haproxy_supervisor import SERVE_PID, Supervisor, end_haproxys
 from app.cli.ray_env import HA_PROXY_SWITCHES, MAX_HEAD_BYTES, connections_for_files, ha_proxy_places, has_ha_proxy
@@ -861,6 +862,19 @@ async def test_the_end_of_polylora_serve_frees_the_port(write: Write, tmp_path: 
         await asyncio.to_thread(end_haproxys, tmp_path)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", door.port))
+
+
+async def test_the_end_of_polylora_serve_does_not_wait_for_a_process_that_the_kernel_does_not_end(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with haproxy(write) as door:
+        kill = os.kill
+        monkeypatch.setattr(os, "kill", lambda *_: None)
+        monkeypatch.setattr(haproxy_supervisor, "END_TIMEOUT_S", 0.1)
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(end_haproxys, tmp_path)
+        monkeypatch.setattr(os, "kill", kill)
+        assert command_name(child_of(tmp_path, door)) == "haproxy"
 
 
 def command_name(pid: int) -> str:
