@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,26 @@ def test_two_engines_start_and_answer(tmp_path: Path) -> None:
         process.wait_until_said("Ready after", 600)
     finally:
         assert process.stop() == 0
+
+
+def test_a_service_whose_processes_may_open_1024_files_says_so_and_serves(tmp_path: Path) -> None:
+    process = serving(tmp_path, {"num_replicas": 2})
+    try:
+        resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (1024, 1024))  # and of all that it will start
+        process.wait_until_said("Ready after", 600)
+        assert "HAProxy holds 448 connections instead of 4096" in process.tail()
+        assert asyncio.run(statuses(process.url, 100)) == [200] * 100
+    finally:
+        assert process.stop() == 0
+
+
+async def statuses(url: str, num_clients: int) -> list[int]:
+    """How so many streams end that begin at once, each on a connection of its own."""
+    body = {"model": "tiny", "prompt": "the quick", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as http:
+        answers = await asyncio.gather(*(http.post(f"{url}/v1/completions", json=body) for _ in range(num_clients)))
+    assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers if answer.status_code == 200)
+    return [answer.status_code for answer in answers]
 
 
 def test_an_engine_without_room_is_told_and_ends_the_command(tmp_path: Path) -> None:
