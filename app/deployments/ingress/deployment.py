@@ -65,9 +65,6 @@ from app.deployments.tenancy.usage.prices import Prices
 from app.deployments.tenancy.usage.wal import open_wal
 from app.logging import start_log
 
-#: Timeout of an ingress's polls. A table's owner notices soon after this that an ingress has died.
-HEARTBEAT_S = 1.0
-
 
 @serve.ingress()
 class Ingress(AsgiIngress):
@@ -329,7 +326,7 @@ class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
     """
 
     def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_count: Callable[[int], None]) -> None:
-        super().__init__(watch, watcher_id, HEARTBEAT_S)
+        super().__init__(watch, watcher_id)
         self._on_count = on_count
         self.view = RegistryView()
         self.complete = asyncio.Event()

@@ -30,10 +30,9 @@ RETRY_S = 0.5
 class LongPollClient(Generic[T]):
     """Polls the owner in a loop; subclasses apply the updates."""
 
-    def __init__(self, watch: Watch[T], watcher_id: str, timeout_s: float = WATCH_TIMEOUT_S) -> None:
+    def __init__(self, watch: Watch[T], watcher_id: str) -> None:
         self._watch = watch
         self._watcher_id = watcher_id
-        self._timeout_s = timeout_s
         self._version: Version | None = None
         self._log = LogOnce(f"{type(self).__name__} keeps its last state")
 
@@ -41,7 +40,7 @@ class LongPollClient(Generic[T]):
         """Poll until cancelled, whatever the owner does."""
         while True:
             try:
-                update = await self._watch(self._version, self._watcher_id, self._timeout_s)
+                update = await self._watch(self._version, self._watcher_id, WATCH_TIMEOUT_S)
                 if update is not None:
                     self._apply_or_reset(*update)
                 self._on_answer()

@@ -23,8 +23,8 @@ V = TypeVar("V")
 
 #: Rows per page: some hundred kilobytes, so that a large table does not block its owner.
 MAX_PAGE_ROWS = 5000
-#: A watcher that does not poll again within this time after an answer is gone.
-WATCHER_GRACE_S = 1.0
+#: A watcher that does not poll again within this time after an answer is gone; a change waits for it until then.
+WATCHER_GRACE_S = 2.0
 
 
 @message
@@ -96,8 +96,16 @@ class _Publisher:
 
     async def _wait(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
         """Whether there is something the watcher does not have; waits for it."""
-        if known is not None:
-            self._known[watcher_id] = (known, self._now_s() + timeout_s + WATCHER_GRACE_S)
+        if known is None:
+            return await self._wait_for_news(known, watcher_id, timeout_s)
+        poll = self._known[watcher_id] = (known, self._now_s() + timeout_s + WATCHER_GRACE_S)
+        try:
+            return await self._wait_for_news(known, watcher_id, timeout_s)
+        finally:  # answered, or cancelled because the watcher is gone
+            if self._known.get(watcher_id) is poll:  # otherwise it has polled again
+                self._known[watcher_id] = (known, self._now_s() + WATCHER_GRACE_S)
+
+    async def _wait_for_news(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
         is_current = known is not None and (known.epoch, known.number) == (self._version.epoch, self._version.number)
         if is_current and not await wait_for_event(self._changed, timeout_s):
             return False

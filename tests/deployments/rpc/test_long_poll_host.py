@@ -215,19 +215,37 @@ async def test_nothing_is_settled_before_the_watchers_of_the_last_life_had_time_
     assert await settled
 
 
-async def test_a_watcher_that_does_not_come_back_is_gone_within_a_second() -> None:
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_watcher_that_does_not_come_back_is_gone_soon_however_long_it_polls(is_cancelled: bool) -> None:
     now_s = [0.0]
     table: LongPollTable[str, int] = LongPollTable(lambda: now_s[0])
-    version, _ = await table.newer(None, "w", 1.0) or (None, None)
-    waiting = asyncio.create_task(table.newer(version, "w", 1.0))
+    version, _ = await table.newer(None, "w", 1e6) or (None, None)
+    waiting = asyncio.create_task(table.newer(version, "w", 1e6))
     await asyncio.sleep(0)
-    waiting.cancel()  # its process is gone
+    now_s[0] = 1000.0
+    assert table.num_watchers == 1, "it waits"
+    if is_cancelled:  # Ray may cancel the call of a process that is gone
+        waiting.cancel()
     table.publish({"a": 1})
-    settled = asyncio.create_task(table.wait_until_current(60.0))
+    await asyncio.wait([waiting])
+    settled = asyncio.create_task(table.wait_until_current(1e6))
     await asyncio.sleep(0.02)
     assert not settled.done(), "it may be busy"
-    now_s[0] = 1.0 + long_poll_host.WATCHER_GRACE_S
+    now_s[0] += long_poll_host.WATCHER_GRACE_S
     assert await settled
+
+
+async def test_the_end_of_an_old_poll_does_not_end_the_next_one() -> None:
+    now_s = [0.0]
+    table: LongPollTable[str, int] = LongPollTable(lambda: now_s[0])
+    version, _ = await table.newer(None, "w", 1e6) or (None, None)
+    polls = [asyncio.create_task(table.newer(version, "w", 1e6)) for _ in range(2)]
+    await asyncio.sleep(0)
+    polls[0].cancel()  # it was lost on its way, and the watcher has polled again
+    await asyncio.wait(polls[:1])
+    now_s[0] = 1000.0
+    assert table.num_watchers == 1
+    polls[1].cancel()
 
 
 async def test_a_version_says_what_it_was_made_from() -> None:
