@@ -84,7 +84,7 @@ class PlacementService:
             if delta.identity is not None:
                 self._identities[delta.replica_id] = delta.identity
             if is_understood:
-                self._loads.publish({delta.replica_id: (delta.load, now_s)})
+                self._publish_load(delta.replica_id, delta.load, now_s)
         self._publish()
         return is_understood
 
@@ -154,6 +154,13 @@ class PlacementService:
         self._called()
         if not self._tasks:
             self._tasks.run_forever(self._run_clock)
+
+    def _publish_load(self, replica_id: str, load: int, now_s: float) -> None:
+        """An idle replica that stays idle is not published again: ingresses count their own requests on it either
+        way."""
+        before = self._loads.get(replica_id)
+        if load or before is None or before[0]:
+            self._loads.publish({replica_id: (load, now_s)})
 
     def _publish(self) -> None:
         changes = self._state.take_changes()

@@ -191,6 +191,14 @@ async def test_loads_are_told_apart_from_adapters_and_with_their_age() -> None:
     load = rows["r0"]
     assert load is not None
     assert load[1] <= sent_s == at_s
+    num_heard = len(heard)
+    for _ in range(10):
+        await life.report("r0", load=0)
+        await asyncio.sleep(1.0)
+    assert [rows["r0"] for _, rows, _ in heard[num_heard:]] == [(0, 0.51)], "once, however often it is reported"
+    await life.report("r0", load=1)
+    await asyncio.sleep(0.5)
+    assert heard[-1][1] == {"r0": (1, now_s() - 0.5)}
     await life.report("r0", is_draining=True)
     await asyncio.sleep(0.5)
     assert heard[-1][1] == {"r0": None}

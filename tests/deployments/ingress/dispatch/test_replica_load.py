@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from app.deployments.ingress.dispatch.replica_load import MAX_CHANGE_AGE_S, ReplicaLoadTracker
 
 
@@ -38,6 +42,26 @@ def test_what_was_sent_after_a_report_comes_on_top_of_it() -> None:
     assert loads.num_requests("r") == 9
     loads.apply_reports({"r": (4, 7.9)}, now_s=8.0)  # of 100.9, and has ours: but it has counted fewer than ours are
     assert loads.num_requests("r") == 7, "never fewer than our own"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_placement_may_leave_out_that_an_idle_replica_is_still_idle(seed: int) -> None:
+    draw, clock = random.Random(seed), Clock()
+    whole, short = ReplicaLoadTracker(clock), ReplicaLoadTracker(clock)
+    reported: list[int] = []
+    for _ in range(400):
+        clock.now_s += draw.choice([0.1, 1.0, 40.0])
+        if draw.random() < 0.5:
+            by = draw.choice([+1, +3, -whole.own.get("r", 0)])
+            whole.add("r", by)
+            short.add("r", by)
+        else:
+            reported.append(draw.choice([0, 0, 0, 2, 9]))
+            row = {"r": (reported[-1], clock.now_s - draw.random() / 10)}
+            whole.apply_reports(row, clock.now_s)
+            if reported[-2:] != [0, 0]:
+                short.apply_reports(row, clock.now_s)
+        assert whole.num_requests("r") == short.num_requests("r")
 
 
 def test_replicas_that_are_gone_and_old_changes_are_forgotten() -> None:
