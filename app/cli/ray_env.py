@@ -57,6 +57,7 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
 #: 127.0.0.1 for Ray, as on macOS and Windows.
 ONE_MACHINE_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0", "Ray's ports and metrics are for this machine only"),
+    ("RAY_LOG_MONITOR_MAX_OPEN_FILES", "0", "logs are not read, ten times a second, for drivers that print them"),
 )
 
 #: Only with HAProxy.
