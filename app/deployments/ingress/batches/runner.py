@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 #: Concurrent batches per ingress.
 MAX_BATCHES = 8
-#: Intervals of polling for new batches and of writing answers.
-POLL_S, WRITE_S = 3.0, 2.0
+#: Intervals of polling for batches of other ingresses, which may have ended or be busy, and of writing answers.
+POLL_S, WRITE_S = 10.0, 2.0
 #: Backoff after a transient error.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 #: Attempts for a request whose adapter cannot be read.
@@ -99,7 +99,7 @@ class BatchRunner:
         while True:
             self._wake_event.clear()
             while len(self._tasks) < MAX_BATCHES and (batch := await self.storage.claim(self.holder)) is not None:
-                self._tasks.start(self._work(batch))
+                self._tasks.start(self._work(batch)).add_done_callback(lambda _: self.wake())  # there is room again
             await wait_for_event(self._wake_event, POLL_S)
 
     async def close(self) -> None:

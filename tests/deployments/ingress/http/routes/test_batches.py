@@ -429,6 +429,23 @@ async def test_what_two_write_is_kept_once(gpt: openai.AsyncOpenAI, writing: Ser
     assert await storage.file_part(done.output_file_id, 0, tenant_id="default") == b"first\n"
 
 
+async def test_a_batch_that_waits_for_room_begins_when_another_ends(
+    gpt: openai.AsyncOpenAI, writing: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "MAX_BATCHES", 1)
+    monkeypatch.setattr(runner_module, "POLL_S", 3600.0)
+    file_id = await upload(gpt, jsonl([BODIES[CHAT]]))
+    batches = [
+        await gpt.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h") for _ in range(3)
+    ]
+    runner = writing.batch_runner(BatchExecutor(writing).answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    async with asyncio.timeout(60.0):
+        assert [(await ended(gpt, batch.id)).status for batch in batches] == ["completed"] * 3
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_a_cancelled_batch_keeps_what_was_answered(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     held, now_s = Held(writing), [1000.0]
     runner = runner_of(writing, held, "here", now_s)
