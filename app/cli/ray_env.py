@@ -41,7 +41,7 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ),
     ("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "5000", "ten times a second in each process, for what is read every 10 s"),
     ("RAY_task_events_report_interval_ms", "10000", "age of task states in the dashboard and `ray list tasks`"),
-    ("RAY_task_events_max_num_task_in_gcs", "10000", "tasks that the dashboard lists; with 100,000 the GCS grows by 0.35 GB"),
+    ("RAY_task_events_max_num_task_in_gcs", "10000", "tasks in the dashboard; 100,000 take the GCS 0.35 GB"),
     ("RAY_event_stats", "0", "times every callback of every process, for tables in Ray's own debug logs"),
     ("REPORTER_UPDATE_INTERVAL_MS", "10000", "CPU and memory of every process, for metrics that leave every 10 s"),
     ("METRICS_RECORD_INTERVAL_S", "60", "CPU and memory of the dashboard's own process, which also runs without it"),
