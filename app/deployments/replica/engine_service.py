@@ -153,15 +153,14 @@ class EngineService:
             if self._hub.is_registered(request.request_id):
                 continue
             self._hub.register(link_id, request.request_id)
-            ref = request.adapter
-            if ref is not None:
-                self._requested_s.pop(ref.digest, None)
-                self._requested_s[ref.digest] = self._clock()
-                if len(self._requested_s) > MAX_REQUESTED:
-                    del self._requested_s[next(iter(self._requested_s))]
-            if ref is None:
+            if (ref := request.adapter) is None:
                 self._enter(request, None)
-            elif (adapter := self.adapters.get(ref.digest)) is not None:
+                continue
+            self._requested_s.pop(ref.digest, None)
+            self._requested_s[ref.digest] = self._clock()
+            if len(self._requested_s) > MAX_REQUESTED:
+                del self._requested_s[next(iter(self._requested_s))]
+            if (adapter := self.adapters.get(ref.digest)) is not None:
                 self._enter(request, adapter)
             else:
                 self._wait_for_adapter(request, ref)
@@ -174,8 +173,7 @@ class EngineService:
             self._active.pop(request_id, None)
             self._fetch_us.pop(request_id, None)
             self._suspects.remove(request_id)
-            task = self._stop_waiting(request_id)
-            if task is not None:
+            if (task := self._stop_waiting(request_id)) is not None:
                 task.cancel()
             else:
                 self.engine.abort(request_id)
