@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
 
 from app.deployments.registry.aliases import aliases_to, is_alias
-from app.deployments.registry.db.adapter_queries import card_values, entry_of, merged_settings, next_generation, ref_of
+from app.deployments.registry.db.adapter_queries import (
+    card_values,
+    entry_of,
+    merged_settings,
+    names_of_digests,
+    next_generation,
+    ref_of,
+)
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, generations, name_condition, uses
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
@@ -280,14 +287,13 @@ class Catalog:
         self.note_moves(moves, replica_id)
 
     def note_moves(self, moves: Sequence[Move], replica_id: str | None = None) -> None:
-        """Record an event for each name whose contents moved, and for unloaded names when their last contents leave."""
+        """Record an event for each name whose contents moved, and for the last unloaded names when their
+        contents leave.
+        """
         if not moves:
             return
-        query = select(adapters).where(
-            adapters.c.base_digest == self._base, adapters.c.digest.in_({move.digest for move in moves})
-        )
         with self._database.write() as connection:
-            rows = connection.execute(query).mappings().all()
+            rows = names_of_digests(connection, self._base, {move.digest for move in moves})
             new_events = [
                 NewEvent(
                     move.event,
@@ -300,7 +306,7 @@ class Catalog:
                 )
                 for move in moves
                 for row in rows
-                if row["digest"] == move.digest and (row["state"] in LIVE_STATES or move.leaves)
+                if row["digest"] == move.digest and (row["is_live"] or move.leaves)
             ]
             record_events(connection, self._database, new_events)
 

@@ -18,6 +18,7 @@ from sqlalchemy import text
 
 from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.db import adapter_queries
+from app.deployments.registry.db.adapter_queries import MAX_UNLOADED_NAMES
 from app.deployments.registry.models import CatalogEntry, LoadRequest, State
 from app.deployments.registry.pins import EngineCapacity, PinLimits
 from app.deployments.registry.registry import Registry
@@ -336,6 +337,19 @@ def test_moves_are_told_to_every_name(registry: Registry) -> None:
         event = registry.event_log.events(name, **MINE)[0]
         assert (event.event, event.time_s, event.digest) == ("deleted from disk", 5.0, "digest-a")
         assert event.replica_id is None
+
+
+def test_of_many_unloaded_names_the_last_ones_are_told(registry: Registry) -> None:
+    """A name per version with the weights of the last one: a move must not be an event of each."""
+    names = [f"v{number}" for number in range(MAX_UNLOADED_NAMES + 2)]
+    for name in names:
+        add(registry, name, "digest-a")
+        registry.catalog.finish_unload(registry.catalog.begin_unload(name, **ADA).job)
+    add(registry, "present", "digest-a")
+    registry.catalog.note_residency("r1", [], ["digest-a"])
+    last = {name: registry.event_log.events(name, **MINE)[0].event for name in [*names, "present"]}
+    told = [name for name, event in last.items() if event == "unloaded from device"]
+    assert told == [*names[2:], "present"]
 
 
 def test_an_unloaded_name_hears_only_that_its_last_contents_leave(registry: Registry) -> None:

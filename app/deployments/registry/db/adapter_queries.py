@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, func, or_, select
 
 from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.registry.db.tables import adapters
@@ -15,6 +15,8 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows fetched at a time: converting a million rows at once would exceed the server's idle-in-transaction timeout.
 _READ_AT_ONCE = 5_000
+#: Unloaded names of a digest that are told of its moves: those of a name per version can be thousands.
+MAX_UNLOADED_NAMES = 8
 
 
 def ref_of(row: Mapping[Any, Any]) -> AdapterRef:
@@ -98,3 +100,17 @@ def changed_adapters(connection: Connection, base_digest: str, after: int) -> li
         (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in LIVE_STATES else None)
         for row in connection.execute(query.order_by(*order)).mappings()
     ]
+
+
+def names_of_digests(connection: Connection, base_digest: str, digests: Collection[str]) -> Sequence[RowMapping]:
+    """The names with these contents, and of unloaded ones the last `MAX_UNLOADED_NAMES` of each digest (`is_live`)."""
+    is_live = adapters.c.state.in_(LIVE_STATES)
+    place = func.row_number().over(partition_by=(adapters.c.digest, is_live), order_by=adapters.c.revision.desc())
+    columns = (adapters.c.name, adapters.c.tenant_id, adapters.c.generation, adapters.c.digest)
+    ranked = (
+        select(*columns, is_live.label("is_live"), place.label("place"))
+        .where(adapters.c.base_digest == base_digest, adapters.c.digest.in_(digests))
+        .subquery()
+    )
+    query = select(ranked).where(or_(ranked.c.is_live, ranked.c.place <= MAX_UNLOADED_NAMES))
+    return connection.execute(query).mappings().all()
