@@ -21,7 +21,6 @@ from ray.core.generated import gcs_pb2
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve._private import api, replica
 from ray.serve._private.client import ServeControllerClient
-from ray.serve._private.common import DeploymentStatusInfo
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve.config import gRPCOptions
 from ray.serve.context import _check_cached_client_alive, _get_global_client, _set_global_client
@@ -79,13 +78,6 @@ def end_serve() -> None:
         shut_down = client._controller.graceful_shutdown.options(max_task_retries=0)
         with contextlib.suppress(RayActorError, GetTimeoutError):
             ray.get(shut_down.remote(), timeout=SHUTDOWN_TIMEOUT_S)
-
-
-def deployment_statuses(app_names: Sequence[str]) -> list[DeploymentStatusInfo]:
-    """The status of every deployment of these applications, without counts of replicas."""
-    client = _get_global_client()
-    assert client is not None, "it raises if Serve does not run"
-    return [each for name in app_names for each in client.get_serve_status(name).deployment_statuses]
 
 
 def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:

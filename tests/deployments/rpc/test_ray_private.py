@@ -62,7 +62,6 @@ def test_this_is_the_version_that_was_read() -> None:
         (ASGIDIReceiveProxy.__init__, ["self", "scope", "receive", "user_event_loop"]),
         (ASGIDIReceiveProxy.__call__, ["self"]),
         (ServeControllerClient.deploy_apps, ["self", "config", "_blocking"]),
-        (ServeControllerClient.get_serve_status, ["self", "name"]),
         (context._set_global_client, ["client"]),
         (context._check_cached_client_alive, []),
         (context._get_global_client, ["raise_if_no_controller_running"]),
