@@ -665,8 +665,9 @@ async def answer_after_death(folder: Path, door: Door) -> bytes:
     pid = child_of(folder, door)
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(60):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(FileNotFoundError):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
         writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         os.kill(door.process.pid, signal.SIGCONT)

@@ -134,4 +134,7 @@ async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) ->
     assert entry.text == text
     service.managed.store.contents["own"] = "d3"  # contents without a text of their own take the name over
     await service.managed.registry_service.loads.load_and_wait(wanted("own", "own"))
+    assert service.preprocessor.directory.text(entry.ref) == text, "a request under way keeps its adapter's"
+    entry = service.managed.registry.catalog.get("own", **MINE)
+    assert entry is not None
     assert service.preprocessor.directory.text(entry.ref) == ""
