@@ -15,7 +15,7 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows fetched at a time: converting a million rows at once would exceed the server's idle-in-transaction timeout.
 _READ_AT_ONCE = 5_000
-#: Unloaded names of a digest that are told of its moves: those of a name per version can be thousands.
+#: Unloaded names of a digest that get events of its moves: with a name per version there can be thousands.
 MAX_UNLOADED_NAMES = 8
 
 
