@@ -48,6 +48,9 @@ ADMIN_KEY = "POLYLORA_ADMIN_KEY"
 SECRETS_KEY = "POLYLORA_SECRETS_KEY"
 #: The address that HAProxy listens on; `polylora serve` sets it, for HAProxy and ingresses.
 HTTP_HOST = "POLYLORA_HTTP_HOST"
+#: A draining ingress, and a HAProxy that was replaced, may finish everything they have accepted, because only they have
+#: the connections: this much longer than the longest request.
+INGRESS_DRAIN_MARGIN_S = 30.0
 
 #: Headers that proxies add and clients do not, besides Via and X-Forwarded-For, which HAProxy adds itself.
 PROXY_HEADERS = ("Forwarded", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP")
@@ -440,7 +443,7 @@ class AppConfig(_Settings):
             engine = EngineConfig(vllm=slots)
         else:
             kept = (
-                CpuConfig(compute=device.compute, kv_cache_dtype=device.kv_cache_dtype)
+                CpuConfig(**device.model_dump(include={"compute", "weight_dtype", "kv_cache_dtype"}))
                 if isinstance(device, CpuConfig)
                 else type(device)()
             )

@@ -13,6 +13,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.base_models import ENGINE_DEPLOYMENT, engine_deployment, load_bases
+from app.config import INGRESS_DRAIN_MARGIN_S
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.rpc.health_check import HEALTH_CHECK_PERIOD_S
 from app.deployments.rpc.ray_private import check_ray_token
@@ -32,9 +33,6 @@ ENGINE_CPUS, INGRESS_CPUS = 0.9, 0.05
 NUM_INGRESSES = 2
 #: How long a draining engine replica may finish its streams; unfinished ones move to other replicas.
 DRAIN_TIMEOUT_S = 120.0
-#: A draining ingress may finish everything it has accepted, because only it has the connections: this much longer than
-#: the longest request.
-INGRESS_DRAIN_MARGIN_S = 30.0
 
 
 def build(args: dict[str, Any]) -> Application:

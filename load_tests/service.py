@@ -183,12 +183,17 @@ def free_ports(count: int) -> int:
     """The first of `count` consecutive free ports.
 
     They lie between those of Ray's workers (up to 19,999) and those that the kernel gives out (from 32,768 on): no
-    other process takes one of them before the service does, which may be a minute from now.
+    other process takes one of them before the service does, which may be a minute from now. None is given out twice.
     """
     while True:
         first = random.randrange(20_000, 32_768 - count)
-        if all(_is_free(port) for port in range(first, first + count)):
+        ports = range(first, first + count)
+        if _given.isdisjoint(ports) and all(map(_is_free, ports)):
+            _given.update(ports)
             return first
+
+
+_given = set[int]()
 
 
 def _is_free(port: int) -> bool:

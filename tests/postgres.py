@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import pwd
 import shutil
@@ -30,11 +29,13 @@ class PostgresServer:
 
     def __init__(self, programs: Path, copy_of: PostgresServer | None = None) -> None:
         """copy_of: the server whose standby this one is, until it is promoted."""
-        # It refuses to run as root, and a socket's path must be short.
-        self._user = _unprivileged_user()
-        self.folder = Path(tempfile.mkdtemp(prefix="plp", dir="/tmp"))
-        if os.geteuid() == 0:
-            shutil.chown(self.folder, self._user)
+        self.folder = Path(tempfile.mkdtemp(prefix="plp", dir="/tmp"))  # a socket's path must be short
+        self._as_user: list[str] = []
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+            # Not Popen's `user`: it forks this process, in whose child gRPC's fork handlers may fail.
+            user = _unprivileged_user()
+            shutil.chown(self.folder, user)
+            self._as_user = ["setpriv", f"--reuid={user}", "--clear-groups", "--"]
         data = self.folder / "data"
         if copy_of is None:
             self._run(
@@ -56,8 +57,13 @@ class PostgresServer:
 
     def kill(self) -> None:
         """All of its processes at once, as when its machine loses power; `start` has it come back with what it had."""
+        children = self._children()
         self.send(signal.SIGKILL)
         self._process.wait(60)
+        deadline_s = time.monotonic() + 60
+        while any(map(_is_running, children)):  # another server does not use memory that one of them still has
+            assert time.monotonic() < deadline_s, children
+            time.sleep(0.01)
 
     def start(self) -> None:
         """After `kill`; returns when it answers."""
@@ -70,10 +76,13 @@ class PostgresServer:
 
     def send(self, number: signal.Signals) -> None:
         """To every process of the server."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        for pid in (self._process.pid, *map(int, children)):
+        for pid in (self._process.pid, *self._children()):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def _children(self) -> list[int]:
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)
@@ -85,6 +94,7 @@ class PostgresServer:
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 [
+                    *self._as_user,
                     self._programs / "postgres",
                     "-D",
                     self._data,
@@ -96,7 +106,6 @@ class PostgresServer:
                 ],
                 stdout=log,
                 stderr=log,
-                user=self._user if os.geteuid() == 0 else None,
                 cwd=self.folder,
             )
 
@@ -116,15 +125,18 @@ class PostgresServer:
                 return
 
     def _run(self, *command: object) -> None:
-        user = self._user if os.geteuid() == 0 else None
-        done = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, check=False, user=user, cwd=self.folder
-        )
+        words = [*self._as_user, *(str(part) for part in command)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=self.folder)
         assert done.returncode == 0, done.stderr
 
 
 def _unprivileged_user() -> str:
-    if os.geteuid() != 0:
-        return getpass.getuser()
     names = {entry.pw_name for entry in pwd.getpwall()}
     return "postgres" if "postgres" in names else "nobody"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -98,7 +98,7 @@ def test_a_store_knows_what_may_be_pinned(engine: dict[str, Any]) -> None:
     assert PinLimits.of(changed.for_store) == PinLimits.of(changed)
 
 
-@pytest.mark.parametrize("cpu", [{"compute": "int8"}, {"kv_cache_dtype": "bfloat16"}])
+@pytest.mark.parametrize("cpu", [{"compute": "int8"}, {"weight_dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}])
 def test_a_store_reads_adapters_for_the_arithmetic_of_its_engines(cpu: dict[str, str]) -> None:
     config = load_config({"engine": {"cpu": {**cpu, "num_threads": 2}}}, environ={})
     assert config.for_store.engine.arithmetic == config.engine.arithmetic != "float32"

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from app.cli.config_file import settings_of
-from app.cli.ray_env import HA_PROXY_SCRIPT, HA_PROXY_SWITCHES, RAY_SWITCHES
+from app.cli.ray_env import HA_PROXY_SCRIPT, HA_PROXY_SWITCHES, HARD_STOP, RAY_SWITCHES
+from app.config import INGRESS_DRAIN_MARGIN_S
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
@@ -20,7 +21,7 @@ with warnings.catch_warnings():
     from ray.serve.schema import ServeDeploySchema
 
     from app.deployments.rpc.ray_private import READ_VERSION
-    from app.main import INGRESS_DRAIN_MARGIN_S, build
+    from app.main import build
 
 PATH = Path(__file__).parents[1] / "configs" / "kuberay.yaml"
 
@@ -81,6 +82,8 @@ def test_a_pod_lives_for_as_long_as_its_requests_may(service: dict[str, Any], se
         (hook,) = [" ".join(container["lifecycle"]["preStop"]["exec"]["command"])]
         assert f"--deadline-remaining-seconds {drain_s:.0f}" in hook
         assert container["readinessProbe"]["httpGet"]["port"] == serve_config["http_options"]["port"]
+        (hard_stop,) = [entry["value"] for entry in container["env"] if entry["name"] == HARD_STOP]
+        assert int(hard_stop) >= drain_s, "a HAProxy that was replaced finishes its answers"
 
 
 def test_ray_asks_for_its_token(service: dict[str, Any]) -> None:

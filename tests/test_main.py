@@ -9,11 +9,13 @@ import warnings
 
 import pytest
 
+from app.config import INGRESS_DRAIN_MARGIN_S
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
     from ray.serve._private.replica import _load_deployment_def_from_import_path
 
-    from app.main import ENGINE_CLASS, INGRESS_CLASS, INGRESS_DRAIN_MARGIN_S, build
+    from app.main import ENGINE_CLASS, INGRESS_CLASS, build
 
 
 @pytest.mark.parametrize("request_timeout_s", [600.0, 7200.0])

@@ -187,8 +187,8 @@ USES = list(uses())
 @pytest.mark.parametrize("use", USES, ids=[f"{use.place}-{use.method}" for use in USES])
 def test_it_is_linear(use: Use) -> None:
     for lead, unit in sorted(attacks(use.pattern)):
-        found = ratio(use, lead, unit)
-        assert found < LARGEST_RATIO, f"{use.place} {use.method} {use.pattern.pattern!r}: {lead!r} + {unit!r} * n"
+        is_linear = any(ratio(use, lead, unit) < LARGEST_RATIO for _ in range(3))  # a busy machine may disturb a try
+        assert is_linear, f"{use.place} {use.method} {use.pattern.pattern!r}: {lead!r} + {unit!r} * n"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.bounded_files import link_error
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_arrowengine_card, write_card
 from app.engine.adapters.formats.arrow_rows import LORA, card_rows
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
@@ -22,7 +23,6 @@ from app.engine.adapters.formats.other_layouts import read_other_layout, weights
 from app.engine.adapters.formats.peft_experts import fuse_gate_up
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
-from app.engine.adapters.limits import link_error
 from app.engine.adapters.paths import named_path
 from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, content_digest

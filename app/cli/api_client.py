@@ -5,6 +5,7 @@ A URL may end in /v1, as in OpenAI's clients. `POLYLORA_ADMIN_KEY` or `POLYLORA_
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -82,7 +83,7 @@ class ApiClient:
                 f"no answer from {self._url}: {reason}; --url sets the service's address", answered=False
             ) from error
 
-    def everything(self, route: str, query: str = "limit=1000") -> Iterator[dict[str, Any]]:
+    def list_all(self, route: str, query: str = "limit=1000") -> Iterator[dict[str, Any]]:
         """The rows of all pages of a list. Raises ApiError."""
         after = ""
         while True:
@@ -95,6 +96,11 @@ class ApiClient:
             if not has_more:
                 return
             after = "&after=" + urllib.parse.quote(last_id, safe="")
+
+
+def add_url_option(parser: argparse.ArgumentParser, default: str = DEFAULT_URL) -> None:
+    """Add `--url`."""
+    parser.add_argument("--url", default=default, help=f"the service; default: {DEFAULT_URL}")
 
 
 def _way_out(route: str, status: int) -> str:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
+from app.cli.api_client import ApiClient, ApiError, add_url_option
 from app.cli.config_file import yaml_problem
 from app.config import TrafficWeight
 from app.engine.errors import ConfigError
@@ -142,7 +142,7 @@ class PlannedChange(NamedTuple):
 def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("apply", help="make a running service's adapters match a file")
     parser.add_argument("file", type=Path, nargs="?", default=Path(DEFAULT_FILE), help=f"default: {DEFAULT_FILE}")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    add_url_option(parser)
     parser.add_argument("--prune", action="store_true", help="remove what the file does not mention")
     parser.add_argument(
         "--reload", action="store_true", help="load every adapter again, because its files may have changed"
@@ -157,8 +157,8 @@ def _apply(arguments: argparse.Namespace) -> int:
     public: dict[str, Any] = {}
     for tenant in desired.tenants:
         service = ApiClient(arguments.url, project=tenant)
-        adapters = {item["id"]: item for item in service.everything("/v1/loras")}
-        aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
+        adapters = {item["id"]: item for item in service.list_all("/v1/loras")}
+        aliases = {item["id"]: item for item in service.list_all("/v1/aliases")}
         if arguments.prune and adapters and "adapters" not in desired.model_fields_set:
             raise ConfigError(
                 f"the file does not mention adapters, and --prune would remove all {len(adapters)} of the service; "

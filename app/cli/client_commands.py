@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from app.cli.api_client import DEFAULT_URL, INFERENCE_ROUTE, ApiClient
+from app.cli.api_client import INFERENCE_ROUTE, ApiClient, add_url_option
 from app.cli.status import event_line, table
 from app.engine.errors import ConfigError
 
@@ -74,7 +74,7 @@ def _add(
     commands: Any, name: str, text: str, run: Callable[[ApiClient, argparse.Namespace], Iterable[Answer]]
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    add_url_option(parser)
     parser.add_argument("--json", action="store_true", help="print the service's answers as JSON")
 
     def print_answers(arguments: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def _add(
 
 
 def _ls(service: ApiClient, _: argparse.Namespace) -> Iterator[Answer]:
-    adapters, aliases = list(service.everything("/v1/loras")), list(service.everything("/v1/aliases"))
+    adapters, aliases = list(service.list_all("/v1/loras")), list(service.list_all("/v1/aliases"))
     rows = [
         (each["id"], each["state"], f"{each['generation']}", f"{each['max_rank']}", _mib(each["size_bytes"]),
          "pinned" if each["pinned"] else "", each["source"])
@@ -124,7 +124,7 @@ def _alias(service: ApiClient, arguments: argparse.Namespace) -> Iterator[Answer
     if arguments.name is None:
         if is_change:
             raise ConfigError("name the alias to change; without options the command lists all aliases")
-        aliases = list(service.everything("/v1/aliases"))
+        aliases = list(service.list_all("/v1/aliases"))
         yield Answer(aliases, [_alias_line(each) for each in aliases] or ["no aliases"])
         return
     if arguments.targets and is_change:

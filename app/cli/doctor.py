@@ -71,7 +71,10 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
         f"{_size(available_bytes)} of memory are available: room for {fits} such engine{'' if fits == 1 else 's'}",
     ]
     if not fits:
-        lines.append("lower engine.num_kv_blocks or engine.lora_pool_rows, or the machine may run out of memory")
+        lines.append(
+            "lower engine.num_kv_blocks, engine.lora_pool_rows or engine.extra_weights_bytes, or the machine may run "
+            "out of memory"
+        )
     if available_bytes < start_bytes:
         raise ConfigError(_INDENT.join(lines))
     return lines
@@ -111,8 +114,8 @@ def limit_line(spec: ModelSpec, settings: AppConfig, limit_bytes: int | None) ->
         return None
     return (
         f"the memory limit here is {_size(limit_bytes)}, and one engine and the host cache take up to {_size(wanted)}: "
-        "the kernel would end the engine. Raise the limit, or lower engine.num_kv_blocks, engine.lora_pool_rows or "
-        "adapters.host_cache_bytes; `polylora doctor` lists them"
+        "the kernel would end the engine. Raise the limit, or lower engine.num_kv_blocks, engine.lora_pool_rows, "
+        "engine.extra_weights_bytes or adapters.host_cache_bytes; `polylora doctor` lists them"
     )
 
 
@@ -216,7 +219,9 @@ def _used_bytes(spec: ModelSpec, settings: AppConfig) -> dict[str, int]:
     kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
     block_bytes = kv_block_bytes(spec, engine.block_size, engine.section(CpuConfig).kv_value_bytes)
     kv = {} if spec.encoder else {kv_name: blocks * block_bytes}
-    return {**kv, f"rank rows: engine.lora_pool_rows {rows}": rows * rank_row_bytes(spec, _FLOAT32)}
+    row_bytes = rows * rank_row_bytes(spec, _FLOAT32)
+    extra = {"experts' rows, DoRA, whole modules and so on: engine.extra_weights_bytes": engine.extra_weights_bytes}
+    return {**kv, f"rank rows: engine.lora_pool_rows {rows}": row_bytes, **extra}
 
 
 def _on_devices(spec: ModelSpec, settings: AppConfig) -> str:

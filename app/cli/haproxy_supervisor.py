@@ -136,7 +136,7 @@ class Supervisor:
 
     def _become_haproxy(self) -> None:
         """In the child before exec: write the pid file, so that every running HAProxy is named by a complete file."""
-        if serve_pid := os.environ.get(SERVE_PID):
+        if (serve_pid := os.environ.get(SERVE_PID)) and _has_pidfds():
             supervisor = os.getppid()
             if haproxy := os.fork():
                 self._outlive(supervisor, haproxy, int(serve_pid))
@@ -168,12 +168,13 @@ class Supervisor:
         return self._pid_file.with_suffix(".part")
 
     async def _pass_on(self, child: asyncio.subprocess.Process) -> None:
-        """Copy HAProxy's output, and remember its last line."""
+        """Copy HAProxy's output, and remember its last line, or the one before it that names a port in use."""
         assert child.stderr is not None
         async for line in child.stderr:
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
-            self._last_lines.append(line.decode(errors="replace").strip())
+            if b"failed to start their listeners" not in line:
+                self._last_lines.append(line.decode(errors="replace").strip())
 
     async def _is_up(self) -> bool:
         """Whether HAProxy answers; waits until it does or has exited."""
@@ -244,7 +245,8 @@ class Supervisor:
         children = [child for pid in old if (child := self._child_of(pid)) is not None]
         sockets = [path for pid in old if (path := socket_of(self._folder, pid)).exists()]
         takeover = ["-sf", *map(str, children)] if children else []
-        transfer = ["-x", str(sockets[0])] if sockets and ("-x" in arguments or self._replaced) else []
+        # Not from orphans: HAProxy does not start if one answers no more because it drains or hangs.
+        transfer = ["-x", str(sockets[0])] if sockets and "-x" in arguments else []
         return [*_without_takeover(arguments, self._config), *transfer, *takeover]
 
     def _child_of(self, pid: int) -> int | None:
@@ -263,7 +265,7 @@ class Supervisor:
 def bound_socket(admin: Path, host: str, port: int) -> socket.socket:
     """A TCP socket for HAProxy to listen on: that of the supervisor at `admin` if it has this address, or a new one.
 
-    An empty host or `*`: all IPv4 addresses. Raises OSError.
+    An empty host or `*`: all IPv4 addresses. Raises OSError, also if another service of this user has the address.
     """
     found = socket.getaddrinfo(host.replace("*", "") or "0.0.0.0", port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
@@ -279,8 +281,10 @@ def bound_socket(admin: Path, host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # beside a HAProxy whose supervisor has died
+        if any(map(_running_haproxy, admin.parent.glob("*.pid"))):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # beside a HAProxy whose supervisor has died
         listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for the next one, if this supervisor dies
     except OSError:
         listener.close()
         raise
@@ -292,9 +296,26 @@ def end_haproxys(folder: Path) -> None:
     deadline_s = time.monotonic() + END_TIMEOUT_S
     for pid_file in list(folder.glob("*.pid")):
         while (haproxy := _running_haproxy(pid_file)) is not None and time.monotonic() < deadline_s:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(haproxy, signal.SIGKILL)
-            time.sleep(0.02)
+            _kill(haproxy, deadline_s)
+
+
+def _kill(pid: int, deadline_s: float) -> None:
+    """Kill a process, and wait until its last thread has ended, which is when its ports are free."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:  # it has ended, or this system has no such descriptors
+        descriptor = -1
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    if descriptor == -1:
+        time.sleep(0.02)
+        return
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll(max(deadline_s - time.monotonic(), 0) * 1000)
+    finally:
+        os.close(descriptor)
 
 
 def _running_haproxy(pid_file: Path) -> int | None:
@@ -329,6 +350,16 @@ def _without_takeover(arguments: Sequence[str], config: Path) -> list[str]:
         elif word != "-sf" and not word.isdigit():
             remaining.append(word)
     return remaining
+
+
+def _has_pidfds() -> bool:
+    """Whether a process can wait for another: not before Linux 5.3, nor where a container's filter forbids it. HAProxy
+    then dies with its supervisor."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def _die_with_parent() -> None:

@@ -27,7 +27,8 @@ from app.cli.ray_env import (
 from app.config import AppConfig
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError, PolyloraError, SourceError
-from app.engine.models.download.model_download import Progress, default_cache_dir, resolve_model
+from app.engine.models.download.model_download import Progress, resolve_model
+from app.kernels.machine.disk_cache import default_cache_dir
 from app.private_folder import make_private
 
 if TYPE_CHECKING:

@@ -21,6 +21,8 @@ from pathlib import Path
 from app.private_folder import make_private
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+#: The variable of Ray for how long a HAProxy that was replaced may finish its connections.
+HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 #: HAProxy's buffers, two for each connection that waits or sends, and the longest head of a request that is passed on.
 #: A longer one gets a 431 as long as it fits into a buffer.
 HA_PROXY_BUFFER_BYTES, MAX_HEAD_BYTES = 64 << 10, 32 << 10
@@ -71,6 +73,7 @@ HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
         "conn-failure empty-response",
         "a request that an ingress lost before it answered goes to another one (`haproxy` says which may)",
     ),
+    (HARD_STOP, "630", "a replaced HAProxy cuts no answer; Ray's would after 120 s (`serve` sets it by the settings)"),
     ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers notice at once that an ingress drains"),
 )
 

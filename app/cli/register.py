@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
+from app.cli.api_client import ApiClient, ApiError, add_url_option
 from app.engine.errors import ConfigError
 
 #: Adapters per call: well below the service's maximum and below 4 MiB of body.
@@ -28,7 +28,7 @@ _OF_ONE = re.compile(r"adapters\.(\d+)[.:] ?")
 def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("register", help="register adapters with a running service without loading them")
     parser.add_argument("file", type=Path, help='JSON lines like {"name": "sql", "path": "sql"}; - for stdin')
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    add_url_option(parser)
     parser.set_defaults(run=_register)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -30,7 +31,7 @@ from app.cli.preflight import (
     check_port,
     check_preloaded,
 )
-from app.cli.ray_env import ha_proxy_folder, set_ray_switches
+from app.cli.ray_env import HARD_STOP, ha_proxy_folder, set_ray_switches
 from app.cli.startup import (
     ReplicaWatch,
     StartError,
@@ -40,8 +41,9 @@ from app.cli.startup import (
     reason_in,
     wait_until_ready,
 )
-from app.config import HTTP_HOST, AppConfig
+from app.config import HTTP_HOST, INGRESS_DRAIN_MARGIN_S, AppConfig
 from app.deployments.placement.replica_choice import make_policy
+from app.engine.errors import EngineFailure
 from app.logging import LogEvent, start_log
 from app.machine_memory import hidden_limit_bytes
 from app.private_folder import UMASK
@@ -82,6 +84,8 @@ def serve_until_stopped(
             check_preloaded(each)
             make_policy(each.placement)
     keep_digests(os.environ)  # before Ray starts: its processes inherit the environment
+    longest_s = max(each.limits.request_timeout_s for each in bases) + INGRESS_DRAIN_MARGIN_S
+    os.environ.setdefault(HARD_STOP, str(math.ceil(longest_s)))
     has_ha_proxy = set_ray_switches()
     if not has_ha_proxy:
         _say("HAProxy is not available; Serve's own proxy takes more CPU per token")
@@ -221,11 +225,20 @@ def _wait_for_signal(app_names: Sequence[str]) -> None:
     watch = ReplicaWatch(_warn)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
+            _check_ray()
             applications: Mapping[str, Any] = {}
             with contextlib.suppress(Exception):  # Serve's controller may be restarting, or Ray stopping
                 applications = serve.status().applications
             watch.look(deployments_of([applications[name] for name in app_names if name in applications]))
             time.sleep(LOOK_INTERVAL_S)
+
+
+def _check_ray() -> None:
+    """Raises EngineFailure if Ray has ended, so that whatever runs this command can start it again."""
+    from app.deployments.rpc import ray_private
+
+    if (kind := ray_private.ended_process()) is not None:
+        raise EngineFailure(f"Ray's {kind} has ended, and the service with it; start it again")
 
 
 def _drain(app_names: Sequence[str]) -> None:
@@ -256,7 +269,7 @@ def _stop(app_names: Sequence[str]) -> None:
     if os.environ.get("RAY_ADDRESS"):
         for name in app_names:
             serve.delete(name)
-    else:
+    elif ray_private.ended_process() is None:
         ray_private.end_serve()
         serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
@@ -306,9 +319,9 @@ def _greeting(url: str, models: Sequence[str], seconds: float, *, needs_key: boo
 
 
 def _warn(text: str) -> None:
-    """Print a message and log it."""
-    _say(text)
+    """Log a message and print it."""
     logger.warning(text)
+    _say(text)
 
 
 def _say(text: str) -> None:

@@ -15,12 +15,14 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.engine import errors
 from app.engine.errors import EngineFailure
+
+if TYPE_CHECKING:
+    from app.deployments.rpc.ray_private import ActorLocation
 
 #: A first start compiles kernels for most of a minute, and a large model takes time to load.
 START_TIMEOUT_S = 900.0
@@ -110,11 +112,11 @@ def check_actors(made: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_ha_proxy(folder: Path) -> None:
-    """folder: HAProxy's, with one inside for each node. Raises StartError if HAProxy fails repeatedly."""
-    for path in folder.glob("*/failures"):
-        failures = path.read_text(encoding="utf-8").splitlines()
-        if len(failures) >= MAX_HA_PROXY_FAILURES:
-            raise StartError(f"HAProxy exits repeatedly: {failures[-1]}", "\n".join(failures))
+    """folder: HAProxy's on this node. Raises StartError if HAProxy fails repeatedly."""
+    path = folder / "failures"
+    failures = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if len(failures) >= MAX_HA_PROXY_FAILURES:
+        raise StartError(f"HAProxy exits repeatedly: {failures[-1]}", "\n".join(failures))
 
 
 def answers(health_url: str) -> bool:
@@ -127,17 +129,8 @@ def answers(health_url: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """A living actor by its Ray name; `node_id` is None while it waits for a node."""
-
-    name: str
-    resources: Mapping[str, float]
-    node_id: str | None
-
-
 def no_room(
-    machines: Mapping[str, Mapping[str, float]], actors: Sequence[Actor], app_names: Sequence[str]
+    machines: Mapping[str, Mapping[str, float]], actors: Sequence[ActorLocation], app_names: Sequence[str]
 ) -> str | None:
     """Why replicas of these applications cannot be placed, or None. machines: node id -> its total resources."""
     free = {node_id: Counter(has) for node_id, has in machines.items()}
@@ -234,8 +227,7 @@ def _without_room(app_names: Sequence[str]) -> str | None:
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
-    actors = [Actor(place.name, place.resources, place.node_id or None) for place in actor_locations()]
-    return no_room(machines, actors, app_names)
+    return no_room(machines, actor_locations(), app_names)
 
 
 def _messages(state: Any) -> str:
@@ -253,7 +245,7 @@ def _fits(request: Mapping[str, float], available: Mapping[str, float]) -> bool:
     return all(available.get(kind, 0.0) + _LEAST / 2 >= amount for kind, amount in request.items())
 
 
-def _holders(actors: Iterable[Actor], kinds: Sequence[str], app_names: Sequence[str]) -> str:
+def _holders(actors: Iterable[ActorLocation], kinds: Sequence[str], app_names: Sequence[str]) -> str:
     """Which actors use how much of these resources."""
     amounts_of: dict[str, Counter[str]] = {}
     counts: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
+from app.cli.api_client import ApiClient, ApiError, add_url_option
 from app.cli.ray_env import ONE_MACHINE_SWITCHES, user_folder
 from app.cli.startup import replica_counts
 from app.engine.errors import PolyloraError
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 def add_status(commands: Any) -> None:
     text = "show a running service: replicas, tiers, recent failures"
     parser = commands.add_parser("status", help=text, aliases=["ps"])
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    add_url_option(parser)
     parser.add_argument("--json", action="store_true", help="print the service's answer as JSON")
     parser.set_defaults(run=_status)
 

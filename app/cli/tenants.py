@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.cli.adapters import add_config_option
-from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError
+from app.cli.api_client import DEFAULT_URL, ApiClient, ApiError, add_url_option
 from app.config import ADMIN_KEY, without_password
+from app.deployments.tenancy.models import UNLIMITED
 from app.engine.errors import ConfigError
 
 _TIMEOUT_S = 60.0
@@ -108,7 +109,7 @@ def _create_admin_key(arguments: argparse.Namespace) -> int:
 
 
 def _add_common(parser: argparse.ArgumentParser, url: str, as_json: bool | str) -> None:
-    parser.add_argument("--url", default=url, help=f"the service; default: {DEFAULT_URL}")
+    add_url_option(parser, url)
     parser.add_argument("--json", action="store_true", default=as_json, help="print the service's answer as JSON")
 
 
@@ -125,7 +126,7 @@ Result = tuple[Any, list[str]]
 
 
 def _list(service: ApiClient, _: argparse.Namespace) -> Result:
-    projects = list(service.everything("/v1/organization/projects", "limit=100&include_archived=true"))
+    projects = list(service.list_all("/v1/organization/projects", "limit=100&include_archived=true"))
     lines = [f"{each['id']}  {each['status']:<8}  {each['name']}" for each in projects]
     return projects, lines or ["no projects; `polylora tenants create NAME` makes one"]
 
@@ -160,7 +161,7 @@ def _show(service: ApiClient, arguments: argparse.Namespace) -> Result:
         what = each["kind"] if each["model"] is None else f"{each['kind']} of {each['model']}"
         lines.append(f"limit of {what}: {each['limit']}, {each['remaining']} left")
     for rate in answer["rate_limits"]:
-        rates_text = (f"{short} {rate[long]}" for short, long in _RATES.items() if rate[long] < 2**31 - 1)
+        rates_text = (f"{short} {rate[long]}" for short, long in _RATES.items() if rate[long] < UNLIMITED)
         lines.append(f"model {rate['model']}: {', '.join(rates_text) or 'no limits'}")
     lines += [f"{key['id']}  {key['redacted_value']}  {key['name']}" for key in answer["api_keys"]]
     return answer, lines
@@ -173,7 +174,7 @@ def _limit(service: ApiClient, arguments: argparse.Namespace) -> Result:
     if rates:
         listed = service.call("GET", f"/v1/organization/projects/{project}/rate_limits")["data"]
         model = arguments.model or listed[0]["model"]  # the base's is the first
-        body = {name: 2**31 - 1 if value < 0 else value for name, value in rates.items()}
+        body = {name: UNLIMITED if value < 0 else value for name, value in rates.items()}
         answer["rate_limit"] = service.call(
             "POST", f"/v1/organization/projects/{project}/rate_limits/rl-{_quote(model)}", body
         )

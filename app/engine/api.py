@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
-from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat
+from app.engine.adapters.adapter_chat import AdapterTokenizerDedup, encode_chat
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
 from app.engine.adapters.card import AdapterRef
@@ -77,7 +77,8 @@ class LLM:
         self._engine = new_engine(checkpoint, config)
         self._base_copies = BaseWeightDedup(checkpoint, served_features(config))
         self._supported_features = served_features(config)
-        self._texts, self._templates = AdapterTokenizerCache(lambda: self.tokenizer, self.spec), ChatTemplateSandbox()
+        self._tokenizer_dedup = AdapterTokenizerDedup(lambda: self.tokenizer, self.spec)
+        self._templates = ChatTemplateSandbox()
         self._adapters: dict[Path, LoraAdapter] = {}
         self._tokenizers: dict[Path, Tokenizer] = {}  # with the adapters' added tokens
         self._request_ids = itertools.count()
@@ -104,7 +105,7 @@ class LLM:
             adapter = self._base_copies.without_copies(
                 read_adapter(path, self.spec, supported_features=self._supported_features)
             )
-            adapter = replace(adapter, card=self._texts.strip_base(adapter.card))
+            adapter = replace(adapter, card=self._tokenizer_dedup.strip_base(adapter.card))
             own = AdapterTokenizer.from_json(adapter.card.text)
             self._tokenizers[path] = self.tokenizer.with_tokens(own.added_tokens)
             self._adapters[path] = adapter

@@ -21,11 +21,11 @@ class BackendLimits:
 
     `rank_alignment`: an adapter's run of rank rows starts at a multiple of it, and its length is this times a power of
     two. `max_loras` counts slot 0, the base. `extra_weights_bytes`: the most that resident adapters' extra weights may
-    take (`AdapterCard.extra_bytes`). `takes_bfloat16`: `write_adapter` accepts bfloat16 matrices, else float32 only.
-    `can_embed`: `forward` accepts batches with `pooling`. `num_draft_rows`: the draft tokens of a step, in rows beyond
-    one per sequence; each row has the bits of a step of its own; 0: none. `extra_bytes_of`: an adapter's extra weights
-    on this device. `rank_rows_of`: the rank rows it needs, at least 1 and at most its largest rank rounded up to
-    `EngineConfig.rank_alignment`; AdapterMismatch as in `prepare_adapter`. Both may be called by any thread.
+    take (`AdapterCard.extra_bytes`). `can_embed`: `forward` accepts batches with `pooling`. `num_draft_rows`: the draft
+    tokens of a step, in rows beyond one per sequence; each row has the bits of a step of its own; 0: none.
+    `extra_bytes_of`: an adapter's extra weights on this device. `rank_rows_of`: the rank rows it needs, at least 1 and
+    at most its largest rank rounded up to `EngineConfig.rank_alignment`; AdapterMismatch as in `prepare_adapter`. Both
+    may be called by any thread.
     """
 
     num_kv_blocks: int
@@ -34,7 +34,6 @@ class BackendLimits:
     rank_alignment: int
     max_loras: int
     extra_weights_bytes: int = 0
-    takes_bfloat16: bool = False
     can_embed: bool = False
     num_draft_rows: int = 0
     extra_bytes_of: Callable[[LoraAdapter], int] = lambda adapter: adapter.card.extra_bytes

@@ -43,10 +43,9 @@ class SamplingBatch:
     uint64. positions: [P] int64, the position of the token to draw, prompt included: the counter of the random
     generator. num_logprobs: [P] int32, -1 for none, 0 for the chosen token only. history: for rows with a penalty the
     token ids so far [n] int32, else an empty array; prompt_lens: [P] int32, how many of them are prompt. biases: [P],
-    or () where no row has one; masks: None where no row has one. targets: [P], the prompt token that
-    follows a row, whose log-probability is computed instead of drawing one; -1 for rows that draw; None where all do.
-    The order is penalties, biases, masks, temperature,
-    filters.
+    or () where no row has one; masks: None where no row has one. targets: [P], the prompt token that follows a row,
+    whose log-probability is computed instead of drawing one; -1 for rows that draw; None where all do. The order is
+    penalties, biases, masks, temperature, filters.
     """
 
     temperature: NDArray[np.float32]
@@ -125,8 +124,8 @@ class ForwardOutput:
     requested). ranks: [P] int32 of targets, 1 for the most likely token, or None without targets.
 
     top_logprobs: per row (ids [k] int32, logprobs [k] float32) in descending order, or None. overflowed: rows whose
-    logit of the chosen token is not finite, ascending; checked by backends whose logits are in the host's memory. sums:
-    [Q, H] float64, `PoolingBatch.sums` plus the rows of this step, or None without pooling.
+    largest logit or that of the chosen token is not finite, ascending; checked by backends whose logits are in the
+    host's memory. sums: [Q, H] float64, `PoolingBatch.sums` plus the rows of this step, or None without pooling.
     """
 
     token_ids: NDArray[np.int32]

@@ -319,9 +319,13 @@ class EngineConfig(BaseModel):
 
     @property
     def arithmetic(self) -> str:
-        """What answers are computed in, a part of the base model's digest: `compute`, and KV memory that rounds."""
-        rounds_kv = self.cpu is not None and self.cpu.kv_cache_dtype == "bfloat16"
-        return f"{self.compute}, KV in bfloat16" if rounds_kv else self.compute
+        """What answers are computed in, a part of the base model's digest: `compute`, and weights and KV that round."""
+        parts: list[str] = [self.compute]
+        if self.cpu is not None and self.cpu.weight_dtype == "int8":
+            parts.append("weights in int8")
+        if self.cpu is not None and self.cpu.kv_cache_dtype == "bfloat16":
+            parts.append("KV in bfloat16")
+        return ", ".join(parts)
 
     @property
     def rank_alignment(self) -> int:

@@ -65,7 +65,7 @@ class _Abort(NamedTuple):
     request_id: str
 
 
-class _GiveWay(NamedTuple):
+class _RefuseWaiting(NamedTuple):
     request_id: str
     error: QueueFull
 
@@ -163,7 +163,7 @@ class Engine:
         #: Called on any thread when there is work that did not come from a call of this class (a compiled grammar).
         self.on_work: Callable[[], None] = lambda: None
         self._inbox: deque[
-            _Submit | _Refuse | _Abort | _GiveWay | _Pin | _RemoteService | UnloadCommand | LoadCommand
+            _Submit | _Refuse | _Abort | _RefuseWaiting | _Pin | _RemoteService | UnloadCommand | LoadCommand
         ] = deque()
         self._live_ids: dict[str, object] = {}  # submitted, not ended; used by atomic single operations only
         self._waiting = SharedFairLimiter[str]("engine.max_queued_requests", config.max_queued_requests)
@@ -171,7 +171,7 @@ class Engine:
         self._writer = AdapterLoader(backend, self._adapters, self._commands, self._scheduler.live, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
-        self._plan: Schedule | None = None  # of the current step, or of the last one
+        self._schedule: Schedule | None = None  # of the current step, or of the last one
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
         """Queue a request; later steps return its chunks. Any thread, like all methods up to `stats`.
@@ -179,8 +179,8 @@ class Engine:
         Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure; then
         nothing was queued. `adapter` holds the weights of `request.adapter`; an activated LoRA that the prompt does not
         invoke is not used. If the queue is full, the newest request of the tenant with the most in it ends with
-        QueueFull in favour of a tenant with fewer. A resumed request is queued in any case: its client has already read
-        part of the answer.
+        QueueFull in favour of a tenant with fewer. A resumed request is outside this limit, so it is never refused and
+        never gives way: its client has already read part of the answer.
         """
         if self._failure is not None:
             raise self._failure
@@ -195,17 +195,18 @@ class Engine:
         sequence.submitted_s = self._clock()
         if adapter is not None:
             limits = self._backend.limits
-            sequence.num_needed, sequence.extra_bytes = limits.rank_rows_of(adapter), limits.extra_bytes_of(adapter)
+            sequence.num_rank_rows_needed = limits.rank_rows_of(adapter)
+            sequence.extra_bytes = limits.extra_bytes_of(adapter)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
-        try:
-            is_resumed = bool(request.resume_token_ids)
-            gave_way = self._waiting.add(request.request_id, request.tenant_id, is_forced=is_resumed)
-        except QueueFull:
-            del self._live_ids[request.request_id]
-            raise
-        for other, error in gave_way:
-            self._inbox.append(_GiveWay(other, error))
+        if not request.resume_token_ids:
+            try:
+                gave_way = self._waiting.add(request.request_id, request.tenant_id)
+            except QueueFull:
+                del self._live_ids[request.request_id]
+                raise
+            for other, error in gave_way:
+                self._inbox.append(_RefuseWaiting(other, error))
         if request.sampling.grammar and self._compiler is not None:
             self._compiler.submit(sequence)
         else:
@@ -214,17 +215,17 @@ class Engine:
             raise self._failure  # it failed in the meantime, and no step ended this request
 
     def abort(self, request_id: str) -> None:
-        """See `RunningEngine.abort`."""
+        """See `EngineThread.abort`."""
         self._inbox.append(_Abort(request_id))
 
     def unload_adapter(self, digest: str) -> Future[int]:
-        """See `RunningEngine.unload_adapter`; EngineFailure if the engine has stopped or stops first."""
+        """See `EngineThread.unload_adapter`; EngineFailure if the engine has stopped or stops first."""
         freed: Future[int] = Future()
         self._enqueue(UnloadCommand(digest, freed))
         return freed
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """See `RunningEngine.pin_adapters`; in effect from the next step on."""
+        """See `EngineThread.pin_adapters`; in effect from the next step on."""
         self._inbox.append(_Pin(frozenset(digests)))
 
     def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
@@ -232,11 +233,11 @@ class Engine:
         self._inbox.append(_RemoteService(served, continues))
 
     def service(self) -> TenantService:
-        """See `RunningEngine.service`."""
+        """See `EngineThread.service`."""
         return self._scheduler.queue.service()
 
     def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
-        """See `RunningEngine.load_adapter`; it is written as soon as running sequences leave it room."""
+        """See `EngineThread.load_adapter`; it is written as soon as running sequences leave it room."""
         self._check.adapter(adapter, ref.name)
         resident: Future[int] = Future()
         if self.merged is not None:
@@ -274,17 +275,17 @@ class Engine:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """See `RunningEngine.failure`."""
+        """See `EngineThread.failure`."""
         return self._failure
 
     @property
     def computing(self) -> list[str]:
         """Ids of the requests in the current step, or in the last one."""
-        plan = self._plan
-        return [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
+        schedule = self._schedule
+        return [] if schedule is None else [sequence.request_id for sequence, _ in schedule.items]
 
     def stats(self) -> EngineStats:
-        """See `RunningEngine.stats`."""
+        """See `EngineThread.stats`."""
         return self._meter.stats(
             self._blocks, self._adapters, num_live=len(self._live_ids), num_running=self._scheduler.num_running,
             merged=self.merged, service_gap=self._scheduler.queue.gap(), compile_s=self._backend.compile_s,
@@ -297,16 +298,16 @@ class Engine:
         """Read the inbox, compute one batch and return its chunks."""
         if self._failure is not None:
             return self._refuse_all(self._failure)
-        self._plan = None
+        self._schedule = None
         self._meter.now_s = self._clock()
         try:
             chunks = self._drain_inbox()
-            self._plan = self._scheduler.schedule()
-            self._waiting.release(*self._plan.admitted_ids)
-            self._plan, refused = self._writer.apply(self._plan)
-            output = self._forward(self._plan)
+            self._schedule = self._scheduler.schedule()
+            self._waiting.release(*self._schedule.admitted_ids)
+            self._schedule, refused = self._writer.apply(self._schedule)
+            output = self._forward(self._schedule)
             self._meter.now_s = self._clock()
-            chunks += refused + self._scheduler.commit(self._plan, output)
+            chunks += refused + self._scheduler.commit(self._schedule, output)
         except Exception as error:
             return self._fail(error)
         for chunk in chunks:
@@ -349,8 +350,8 @@ class Engine:
                     chunk = TokenChunk(request_id, finish_reason="error", error=error)
                 case _Abort(request_id):
                     chunk = self._abort(request_id)
-                case _GiveWay(request_id, error):
-                    chunk = self._give_way(request_id, error)
+                case _RefuseWaiting(request_id, error):
+                    chunk = self._refuse_waiting(request_id, error)
                 case _Pin(digests):
                     self._adapters.pin(digests)
                     self._scheduler.live.reopen()
@@ -373,31 +374,31 @@ class Engine:
             return TokenChunk(request_id, finish_reason="abort")
         return self._scheduler.live.end(request_id, "abort")
 
-    def _give_way(self, request_id: str, error: QueueFull) -> TokenChunk | None:
+    def _refuse_waiting(self, request_id: str, error: QueueFull) -> TokenChunk | None:
         """End a request in favour of another tenant's; None if it was admitted meanwhile, so that it stays."""
         if self._compiler is not None and self._compiler.cancel(request_id):
             return TokenChunk(request_id, finish_reason="error", error=error)
         return self._scheduler.live.end_new(request_id, error)
 
-    def _forward(self, plan: Schedule) -> ForwardOutput | None:
+    def _forward(self, schedule: Schedule) -> ForwardOutput | None:
         """Compute the step.
 
         None if there is nothing to compute, or if an adapter write that the step waited for failed: the next step ends
         that adapter's requests and computes the others.
         """
-        if not plan.items:
+        if not schedule.items:
             return None
         started_s = self._clock()
         try:
-            output = self._backend.forward(self._builder.build(plan.items))
+            output = self._backend.forward(self._builder.build(schedule.items))
         except AdapterWriteFailed:
             return None
         finally:
             if self._compiler is not None:
                 self._compiler.wait_for_masks()
         took_s = self._clock() - started_s
-        self._meter.observe_step(plan.items, took_s)
-        self._scheduler.observe(plan, took_s)
+        self._meter.observe_step(schedule.items, took_s)
+        self._scheduler.observe(schedule, took_s)
         return output
 
     def _fail(self, error: Exception) -> list[TokenChunk]:

@@ -3,7 +3,7 @@
 Each step's chunks go to `on_chunks`, called on this thread; a failure goes to `on_failure`, once. Every submitted
 request gets a last chunk and every adapter command an answer, also when the engine fails or the thread is stopped. The
 exception is a step that hangs: a thread cannot be ended, so `check_progress` reports a failure and the process has to
-be replaced.
+be replaced. A replica has an `EngineThread`, made by `app.engine.factory.create_engine`, and calls it from any thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure
-from app.engine.interface import OnChunks, OnFailure
-from app.engine.request import GenerateRequest
+from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.stats import EngineStats, TenantService
 from app.engine.warm_up import warm_up
 
+#: Takes the chunks of one step, in order, on the engine's thread. It must be quick and must not raise.
+OnChunks = Callable[[list[TokenChunk]], None]
+#: Takes the reason of the engine's failure, once. It must be quick and must not raise.
+OnFailure = Callable[[EngineFailure], None]
 #: A step may hang if it takes this many times as long as the median step.
 HUNG_FACTOR = 50
 #: Steps in the median.
@@ -37,7 +40,7 @@ FORGET_AFTER_S = 600.0
 
 
 class EngineThread:
-    """Runs one engine; `app.engine.interface.RunningEngine` documents the methods."""
+    """One base model, its adapters and its requests. It computes by itself between `start` and `stop`."""
 
     def __init__(
         self,
@@ -59,18 +62,22 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def warm_up(self) -> None:
-        """Warm the engine up on the caller's thread; `start` hands the engine over to its own thread."""
+        """Compile, allocate and touch everything before the first request, on the caller's thread and before `start`.
+
+        Nothing stays cached or resident. Raises EngineFailure if a warm-up request fails.
+        """
         assert self._thread.ident is None, "warm up before you start"
         warm_up(self._engine)
 
     def start(self) -> None:
+        """Start computing."""
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End all requests with an EngineFailure, stop the thread after its current step and close the engine.
 
-        Returns whether the thread has ended. Until it has, the memory it may write to is not released. To drain, the
-        caller stops submitting and waits for the last chunks before it calls this.
+        Returns whether the thread has ended, within `timeout_s` if that is given. Until it has, the memory it may write
+        to is not released. To drain, the caller stops submitting and waits for the last chunks before it calls this.
         """
         self._stopping = True
         self._wake.set()
@@ -86,11 +93,16 @@ class EngineThread:
 
     @property
     def failure(self) -> EngineFailure | None:
-        """The engine's failure, or this thread's."""
+        """Why the engine stopped computing, or None while it works. Health checks read this."""
         return self._failure or self._engine.failure
 
     def check_progress(self, max_step_s: float) -> bool:
-        """Report the engine as failed if its current step hangs. True the first time it finds that."""
+        """Detect a step that hangs; to be called every second, one call at a time. It may take seconds.
+
+        A step that has run for over `max_step_s`, and many times longer than usual, fails the engine. Returns whether
+        this call found that. Nothing is computed and no request is answered any more: the caller moves the requests to
+        another replica, and the process has to end.
+        """
         age_s, usual_s = self._steps.age_s(), self._steps.usual_s
         if age_s <= max(max_step_s, HUNG_FACTOR * usual_s):
             return False
@@ -98,26 +110,46 @@ class EngineThread:
         return self._fail(EngineFailure(reason, computing=self._engine.computing))
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
-        """`Engine.submit`, and wake the thread."""
+        """Queue a request; its chunks go to the callback. `adapter` holds the weights of `request.adapter`.
+
+        Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure; then
+        nothing was queued.
+        """
         if self.failure is not None:
             raise self.failure
         self._engine.submit(request, adapter)
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
+        """End a request soon, with finish_reason "abort". Unknown and finished requests are ignored."""
         self._engine.abort(request_id)
         self._wake.set()
 
     def unload_adapter(self, digest: str) -> Future[int]:
+        """Free an adapter's rows once its last request has ended; the result is the number of rows freed.
+
+        If the adapter is loaded again before that, it stays and the result is 0. The future may raise EngineFailure.
+        """
         freed = self._engine.unload_adapter(digest)
         self._wake.set()
         return freed
 
     def pin_adapters(self, digests: Collection[str]) -> None:
+        """Pin exactly these adapters: once resident they stay, idle or not (`AdapterPool` may move idle ones).
+
+        Requests for adapters that then have no room end with AdapterPoolFull.
+        """
         self._engine.pin_adapters(digests)
         self._wake.set()
 
     def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
+        """Make an adapter resident before any request needs it, on behalf of `ref`'s tenant.
+
+        The result is the number of bytes written: 0 if it was resident, or if another load command wrote it.
+
+        Raises AdapterTooLarge, AdapterMismatch or EngineFailure; the future may raise AdapterPoolFull, EngineFailure,
+        or the AdapterError of the write.
+        """
         if self.failure is not None:
             raise self.failure
         resident = self._engine.load_adapter(adapter, ref)
@@ -125,12 +157,18 @@ class EngineThread:
         return resident
 
     def stats(self) -> EngineStats:
+        """A snapshot of what the engine holds and has done, at about this moment."""
         return self._engine.stats()
 
     def service(self) -> TenantService:
+        """Service per tenant on this engine and the tenants that wait, at about this moment."""
         return self._engine.service()
 
     def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """Tell the fair queue what other replicas have served to tenants that wait here, as totals per tenant.
+
+        `continues`: no report was missed since the last call. Otherwise these totals are only the new starting point.
+        """
         self._engine.add_remote_service(served, continues=continues)
         self._wake.set()
 

@@ -90,7 +90,11 @@ class AdapterPoolFull(NotReady):
 
 
 class DeadlineExceeded(PolyloraError):
-    """The request took longer than the configured limit and was aborted."""
+    """The request took longer than the configured limit and was aborted. `num_tokens`: how many it had generated."""
+
+    def __init__(self, message: str, num_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 class AdapterError(PolyloraError):

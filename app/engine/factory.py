@@ -10,18 +10,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from app.engine.adapters.adapter import FEATURES, RESIZED, SCORE_HEAD
+from app.engine.adapters.features import CUDA_FEATURES, FEATURES, MERGEABLE_FEATURES, VLLM_FEATURES, XLA_FEATURES
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, VllmConfig, XlaConfig
 from app.engine.engine import Engine
-from app.engine.engine_thread import EngineThread
+from app.engine.engine_thread import EngineThread, OnChunks, OnFailure
 from app.engine.errors import CheckpointError, ConfigError
-from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.tokenizers.tokenizer import load_tokenizer
 from app.engine.vllm.environment import found_vllm
-from app.engine.vllm.supported_features import SERVED as VLLM_FEATURES
-from app.engine.xla.supported_features import SERVED as XLA_FEATURES
 
 if TYPE_CHECKING:  # llguidance is loaded by the first grammar
     from app.engine.structured_output.backend_guidance import Vocabulary
@@ -34,7 +31,7 @@ def create_engine(
     on_failure: OnFailure | None = None,
     *,
     clock: Callable[[], float] = time.perf_counter,
-) -> RunningEngine:
+) -> EngineThread:
     """An engine that waits for `warm_up` and `start`. `clock` returns seconds, from any origin.
 
     Raises CheckpointError or ConfigError if the model or a setting does not fit this engine or machine.
@@ -60,10 +57,11 @@ def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[],
     merged = None
     if config.merged_adapter:
         from app.engine.adapters.formats.reading import read_adapter
-        from app.engine.adapters.merge import MERGED, merged_checkpoint
+        from app.engine.adapters.merge import merged_checkpoint
         from app.engine.adapters.paths import named_path
 
-        adapter = read_adapter(named_path(config.merged_adapter), checkpoint.spec, supported_features=MERGED)
+        path = named_path(config.merged_adapter)
+        adapter = read_adapter(path, checkpoint.spec, supported_features=MERGEABLE_FEATURES)
         checkpoint, merged = merged_checkpoint(checkpoint, adapter), adapter.card
         config = config.model_copy(update={"lora_pool_rows": 0, "max_loras": 1})
     return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)
@@ -85,7 +83,7 @@ def served_features(config: EngineConfig) -> frozenset[str]:
         case VllmConfig():
             return VLLM_FEATURES
         case CudaConfig():
-            return FEATURES - {SCORE_HEAD, RESIZED}
+            return CUDA_FEATURES
     return FEATURES
 
 

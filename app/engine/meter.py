@@ -1,7 +1,6 @@
 """Counters of a running engine, and the snapshot made of them.
 
-Only the engine's thread writes them. Tenants beyond `MAX_TENANTS` are counted together as `OTHER_TENANTS`, so the sums
-over tenants are always the totals.
+Only the engine's thread writes them. What each tenant used is in its requests' `RequestUsage`.
 """
 
 from __future__ import annotations
@@ -13,26 +12,14 @@ from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.block_pool import BlockPool
 from app.engine.request import RequestUsage
 from app.engine.sequence import Sequence
-from app.engine.stats import EngineStats, ResidentAdapter, TenantStats
+from app.engine.stats import EngineStats, ResidentAdapter
 
-MAX_TENANTS = 256
-OTHER_TENANTS = "~other"
 #: One step of so many is sampled, and the line is fitted again after so many samples.
 SAMPLE_EVERY, FIT_EVERY = 4, 16
 #: A sample's weight halves after so many later ones.
 HALF_LIFE = 128
 #: Features of a step: 1, its tokens, its adapters' rank rows, and the sum over tokens of their adapter's rows.
 NUM_FEATURES = 4
-
-
-class _Tenant:
-    __slots__ = (
-        "adapter_write_bytes", "cached_tokens", "completion_tokens", "kv_block_ms", "prompt_tokens", "rank_row_ms"
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.adapter_write_bytes = 0
-        self.rank_row_ms = self.kv_block_ms = 0
 
 
 class EngineMeter:
@@ -57,43 +44,30 @@ class EngineMeter:
         self.num_aborted = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self._step_profile = StepProfile()
-        self._tenants: dict[str, _Tenant] = {}
 
-    def count_admission(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
+    def count_admission(self, num_prompt: int, num_cached: int) -> None:
         """A request starts for the first time."""
         self.num_prompt_tokens += num_prompt
         self.num_cached_tokens += num_cached
-        tenant = self._tenant(tenant_id)
-        tenant.prompt_tokens += num_prompt
-        tenant.cached_tokens += num_cached
 
     def count_adapter_use(self, *, is_hit: bool) -> None:
         """A sequence starts with an adapter that was on the device, or has to be written first."""
         self.num_adapter_hits += is_hit
         self.num_adapter_misses += not is_hit
 
-    def count_adapter_write(self, tenant_id: str, size_bytes: int) -> None:
+    def count_adapter_write(self, size_bytes: int) -> None:
         self.num_adapter_writes += 1
         self.num_adapter_write_bytes += size_bytes
-        self._tenant(tenant_id).adapter_write_bytes += size_bytes
-
-    def count_generated_token(self, tenant_id: str) -> None:
-        """One token was produced and sent."""
-        self.num_tokens_generated += 1
-        self._tenant(tenant_id).completion_tokens += 1
 
     def count_draft_tokens(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Draft tokens were verified, and so many of them accepted."""
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
 
-    def count_usage(self, tenant_id: str, request_usage: RequestUsage) -> None:
+    def count_usage(self, request_usage: RequestUsage) -> None:
         """A request has ended with this usage."""
         self.rank_row_ms += request_usage.rank_row_ms
         self.kv_block_ms += request_usage.kv_block_ms
-        tenant = self._tenant(tenant_id)
-        tenant.rank_row_ms += request_usage.rank_row_ms
-        tenant.kv_block_ms += request_usage.kv_block_ms
 
     def observe_step(self, items: list[tuple[Sequence, int]], time_s: float) -> None:
         """A step has computed so many tokens of each of these sequences."""
@@ -128,30 +102,13 @@ class EngineMeter:
             num_adapter_hits=self.num_adapter_hits, num_adapter_misses=self.num_adapter_misses,
             num_adapter_writes=self.num_adapter_writes, num_adapter_write_bytes=self.num_adapter_write_bytes,
             adapter_write_s=self.adapter_write_s, num_adapter_evictions=adapters.num_evictions,
-            num_finished=self.num_finished, num_aborted=self.num_aborted, tenants=self.tenants(),
+            num_finished=self.num_finished, num_aborted=self.num_aborted,
             rank_row_ms=self.rank_row_ms, kv_block_ms=self.kv_block_ms, service_gap=service_gap,
             num_kv_tokens=blocks.num_blocks * blocks.block_size, num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens, base_s=self._step_profile.base_s,
             lora_s=self._step_profile.lora_s, compile_s=compile_s, cached_prefixes=blocks.cached_prefixes,
             engine=engine,
         )  # fmt: skip
-
-    def tenants(self) -> dict[str, TenantStats]:
-        return {
-            tenant_id: TenantStats(
-                t.prompt_tokens, t.cached_tokens, t.completion_tokens, t.adapter_write_bytes, t.rank_row_ms,
-                t.kv_block_ms,
-            )
-            for tenant_id, t in self._tenants.copy().items()
-        }  # fmt: skip
-
-    def _tenant(self, tenant_id: str) -> _Tenant:
-        tenant = self._tenants.get(tenant_id)
-        if tenant is None:
-            if len(self._tenants) >= MAX_TENANTS:
-                tenant_id = OTHER_TENANTS
-            tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        return tenant
 
 
 class StepProfile:

@@ -46,8 +46,8 @@ class Sequence:
 
     `order` is the number of its first admission and survives preemption: the older of two sequences is never preempted
     for the younger. `bypassed` counts admissions of others while this one was first in fair order and had to wait. Its
-    adapter needs `num_needed` rank rows and has `num_rows` here. `block_seconds` and `row_seconds` are what it has held
-    until `held_since_s`. `bias` is added to its logits, `stop_bias` instead until min_tokens. `constraint` is the
+    adapter needs `num_rank_rows_needed` and has `num_rank_rows` here. `block_seconds` and `row_seconds` are what it has
+    held until `held_since_s`. `bias` is added to its logits, `stop_bias` instead until min_tokens. `constraint` is the
     grammar of a structured output, set before it is queued.
 
     `submitted_s`, `started_s`, `first_s`: the engine's clock at its submission, first step and first token, 0 before;
@@ -64,10 +64,10 @@ class Sequence:
         "block_size", "block_table", "bypassed", "constraint", "draft_length", "end_ids", "extra_bytes",
         "first_own_block", "first_s", "forced_draft_length", "has_memory", "held_since_s", "load_bytes", "max_tokens",
         "ngram_draft_length", "num_blocks", "num_cached", "num_computed", "num_draft_tokens", "num_given", "num_loads",
-        "num_needed", "num_prompt", "num_rows", "num_tokens", "order", "pooled_sums", "pooling", "prediction",
-        "prompt_logprobs", "rank",
-        "request", "request_id", "root", "row_seconds", "started_s", "status", "stop_bias", "stop_ids",
-        "submitted_s", "tenant_id", "token_ids", "wants_history", "wants_logprobs", "wants_prompt_logprobs", "write_s",
+        "num_prompt", "num_rank_rows", "num_rank_rows_needed", "num_tokens", "order", "pooled_sums", "pooling",
+        "prediction", "prompt_logprobs", "rank", "request", "request_id", "root", "row_seconds", "started_s", "status",
+        "stop_bias", "stop_ids", "submitted_s", "tenant_id", "token_ids", "wants_history", "wants_logprobs",
+        "wants_prompt_logprobs", "write_s",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, adapter: LoraAdapter | None, spec: ModelSpec, block_size: int) -> None:
@@ -78,12 +78,12 @@ class Sequence:
         self.adapter = adapter
         self.adapter_digest = adapter.card.digest if adapter is not None else None
         self.rank = adapter.card.max_rank if adapter is not None else 0
-        self.num_needed, self.extra_bytes = self.rank, 0  # the engine sets what its device needs
+        self.num_rank_rows_needed, self.extra_bytes = self.rank, 0  # the engine sets what its device needs
         self.adapter_slot = 0
         self.status = Status.WAITING
         self.order: int | None = None
         self.bypassed = 0
-        self.num_rows = 0
+        self.num_rank_rows = 0
         self.held_since_s = self.block_seconds = self.row_seconds = 0.0
         self.num_loads = self.load_bytes = 0
         self.submitted_s = self.started_s = self.first_s = self.write_s = 0.0
@@ -211,7 +211,7 @@ class Sequence:
         """Account for the blocks and rows held since the last call; call it before their number changes."""
         seconds = now_s - self.held_since_s
         self.block_seconds += self.num_blocks * seconds
-        self.row_seconds += self.num_rows * seconds
+        self.row_seconds += self.num_rank_rows * seconds
         self.held_since_s = now_s
 
     def count_load(self, size_bytes: int, took_s: float) -> None:
@@ -272,7 +272,7 @@ class Sequence:
         self.num_blocks = 0
         self.num_computed = self.num_draft_tokens = 0
         self.adapter_slot = 0
-        self.num_rows = 0
+        self.num_rank_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)
 
 

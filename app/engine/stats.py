@@ -21,19 +21,6 @@ class ResidentAdapter(NamedTuple):
     extra_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TenantStats:
-    """Totals of one tenant. `adapter_write_bytes` were written for its requests. Rows and blocks count when a request
-    ends."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    adapter_write_bytes: int
-    rank_row_ms: int = 0
-    kv_block_ms: int = 0
-
-
 class TenantService(NamedTuple):
     """The fair queue's totals: each tenant's service in prompt tokens by weight, and the waiting tenants."""
 
@@ -80,7 +67,6 @@ class EngineStats:
     num_adapter_evictions: int
     num_finished: int
     num_aborted: int
-    tenants: dict[str, TenantStats]
     rank_row_ms: int = 0
     kv_block_ms: int = 0
     service_gap: float = 0.0

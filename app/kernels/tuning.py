@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent / "tuned"
+#: Programs that keep every multiprocessor of a large GPU busy (H200: 132, four each).
+ENOUGH_PROGRAMS = 528
 
 
 def next_power_of_two(value: int) -> int:

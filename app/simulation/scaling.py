@@ -110,6 +110,6 @@ class Scaler:
         )
         here = [digest for digest in view.assigned_adapters(replica.replica_id) if digest in self._requested_s]
         rows = sum(
-            (view.num_rows(digest) or view.usual_rows) / max(len(view.assigned_replicas(digest)), 1) for digest in here
+            (view.num_rows(digest) or view.mean_rows) / max(len(view.assigned_replicas(digest)), 1) for digest in here
         )
         return Demand(work, rate, rows, replica.size.lora_pool_rows, replica.kv_used)

@@ -189,7 +189,7 @@ class World(NamedTuple):
 def small_disk(folder: Path) -> Iterator[Path | None]:
     """A new folder, which is a file system of `DISK_BYTES`; None if this process may not mount one."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "polylora-chaos", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "polylora-chaos", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         yield None
         return

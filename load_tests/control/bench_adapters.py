@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.jobs.failure_backoff import FailureBackoff
@@ -32,8 +33,9 @@ from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.tier_counters import TierCounters
 from app.deployments.store.uploads import Uploads
-from app.engine.adapters.adapter import FEATURES, LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
@@ -102,7 +104,10 @@ class _Service:
         self.registry_service = RegistryService(self.registry, self.store, events)
         unread = LazyRegistrations(self.registry, self.registry_service, FailureBackoff())
         preloader = Preloader(self.registry, self.registry_service)
-        parts = StoreParts(self.registry, self.registry_service, self.store, preloader, unread, uploads=uploads)
+        none: Any = None
+        parts = StoreParts(
+            self.registry, self.registry_service, self.store, preloader, unread, none, uploads, apply_settings=none
+        )
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)

@@ -217,10 +217,13 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
             _NoBytes(),
             Preloader(registry, registry_service),
             LazyRegistrations(registry, registry_service, FailureBackoff()),
+            auto_registration=cast(Any, None),
+            uploads=cast(Any, None),
+            apply_settings=cast(Any, None),
         ),
         lambda: None,
     )
-    activities = _Activities()
+    activities, placer = _Activities(), cast(Any, _Nowhere())
     rates = PricingContext(Prices({}, "base"), "base")
     service = SimpleNamespace(
         tracer=None,
@@ -230,9 +233,8 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         registry=view,
         accounting=RequestAccounting(TenantMirror(), activities, rates, "bench", time.time),
         adapter_metrics=AdapterMetrics(activities),
-        adapter_admin=AdapterAdmin(
-            cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), cast(Any, _Nowhere())
-        ),
+        adapter_admin=AdapterAdmin(cast(StoreService[SharedAdapter], store), cast(Any, _Dropper()), placer),
+        placer=placer,
         new_project_limits=NO_LIMITS,
         adapters_config=AdaptersConfig(),
         preprocessor=SimpleNamespace(

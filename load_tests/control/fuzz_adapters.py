@@ -19,12 +19,12 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["app.engine.adapters"], enable_loader_override=False):
-    from app.engine.adapters.adapter import FEATURES
+    from app.engine.adapters.bounded_files import ReadLimits
+    from app.engine.adapters.features import FEATURES
     from app.engine.adapters.formats import arrow
     from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
     from app.engine.adapters.formats.peft import read_raw_peft
     from app.engine.adapters.formats.reading import read_adapter
-    from app.engine.adapters.limits import ReadLimits
     from app.engine.errors import AdapterError
 
 from tests.engine.adapters.random_adapters import peft_beyond, tiny_spec, write_peft

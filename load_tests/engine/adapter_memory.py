@@ -20,7 +20,7 @@ import numpy as np
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extra_weights import extra_bytes
-from app.engine.cpu.adapter_layout import PreparedRows, row_bytes
+from app.engine.cpu.adapter_layout import AdapterLayoutCache, row_bytes
 from app.engine.models.hf.config import spec_from_config
 from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 def sizes(case: Case, spec: ModelSpec, dtype: Any) -> Sizes:
     """What an adapter of this kind takes, saved as `dtype`. A rank row is in float32 whatever it was saved in."""
     adapter, row = adapter_of(case, spec, dtype), row_bytes(spec)
-    found = PreparedRows(spec).of(adapter)
+    found = AdapterLayoutCache(spec).of(adapter)
     run = rows_of(found.num_rows, alignment=1)
     return Sizes(rows_of(case.rank, RANK_PANEL) * row, run * row, found.packing.num_bytes, extra_bytes(adapter, spec))
 

@@ -27,7 +27,7 @@ from app.engine.engine import Engine
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.download.model_download import DEFAULT_MODEL_URI, resolve_model
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.random_adapters import write_random_adapters
 from load_tests.stats import environment, numbers, ratios, rounds, spread
@@ -77,9 +77,10 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     )
     own = config.on(XlaConfig())
     backend = load_backend(checkpoint, own)
-    assert isinstance(backend, JaxBackend)
+    assert isinstance(backend, XlaBackend)
     backend.programs.wait()
-    times = ", ".join(f"{b.tokens} x {b.sequences} in {s:.1f} s" for b, s in backend.programs.compile_s.items())
+    compile_s = backend.programs.compile_s_by_bucket
+    times = ", ".join(f"{b.tokens} x {b.sequences} in {s:.1f} s" for b, s in compile_s.items())
     compiling = f"{JAX} compiled tokens x sequences: {times}; writers {backend.writers_compile_s:.1f} s."
     found: dict[str, Decoder] = {
         CPU: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters),

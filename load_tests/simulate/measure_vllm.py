@@ -27,8 +27,8 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import EngineConfig, VllmConfig
+from app.engine.engine_thread import EngineThread
 from app.engine.factory import create_engine
-from app.engine.interface import RunningEngine
 from app.engine.models.checkpoint import Checkpoint, open_model
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.simulation.costs import Costs, read_costs, write_costs
@@ -80,7 +80,7 @@ class Measurement:
         self._adapters = adapters
         self._rank = config.section(VllmConfig).max_lora_rank
         started_s = time.perf_counter()
-        self._engine: RunningEngine = create_engine(checkpoint, config, self._arrivals)
+        self._engine: EngineThread = create_engine(checkpoint, config, self._arrivals)
         self._engine.warm_up()
         self.start_s = time.perf_counter() - started_s
         self._engine.start()

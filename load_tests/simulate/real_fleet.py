@@ -12,8 +12,7 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +38,10 @@ from app.engine.backend import Backend
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.engine_thread import EngineThread
 from app.engine.errors import EngineFailure
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.stats import EngineStats, TenantService
 from app.simulation.traffic import BASE, Traffic
 from load_tests.control.simulated_service import SimulatedIngress
 from load_tests.popularity import adapter_indices
@@ -125,17 +124,17 @@ class _RecordingBackend:
         return self._backend.forward(batch)
 
 
-class SteppedEngine:
-    """An engine that the loop steps (`RunningEngine`): a step lasts as long as `spent_s` says that it computed."""
+class SteppedEngine(EngineThread):
+    """An engine that the loop steps, not a thread: a step lasts as long as `spent_s` says that it computed."""
 
     def __init__(self, backend: Backend, config: EngineConfig, spent_s: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
         self._spent_s = spent_s
         self._backend = _RecordingBackend(backend)
-        self.engine = Engine(self._backend, config, self._clock)
         self._began_s: float | None = None
-        self._wake = asyncio.Event()
+        self._has_news = asyncio.Event()
         self.steps: list[Step] = []
+        super().__init__(Engine(self._backend, config, self._clock), lambda _: None)
 
     def _clock(self) -> float:
         return self._loop.time() + (0.0 if self._began_s is None else self._spent_s() - self._began_s)
@@ -143,24 +142,20 @@ class SteppedEngine:
     async def run(self, service: EngineService) -> None:
         """Step as long as there is work, until cancelled. The thread of the loop computes."""
         while True:
-            if not self.engine.has_work:
-                self._wake.clear()
-                await self._wake.wait()
+            if not self._engine.has_work:
+                self._has_news.clear()
+                await self._has_news.wait()
                 continue
-            num_before = self.engine.stats().num_steps
+            num_before = self.stats().num_steps
             self._began_s = self._spent_s()
-            chunks = self.engine.step()
+            chunks = self._engine.step()
             spent_s = self._spent_s() - self._began_s
             self._began_s = None
-            if self.engine.stats().num_steps > num_before:
+            if self.stats().num_steps > num_before:
                 self.steps.append(self._backend.step._replace(seconds=spent_s))
             await asyncio.sleep(spent_s)
             if chunks:
                 service.on_step(chunks)
-
-    @property
-    def failure(self) -> EngineFailure | None:
-        return self.engine.failure
 
     def warm_up(self) -> None:
         """Do nothing: measurements warm up with a trace."""
@@ -169,38 +164,23 @@ class SteppedEngine:
         """Nothing: `run` is a task."""
 
     def stop(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002
-        self.engine.shut_down(EngineFailure("the measurement is over"))
+        self._engine.shut_down(EngineFailure("the measurement is over"))
         return True
 
     def check_progress(self, max_step_s: float) -> bool:  # noqa: ARG002
         return False
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
-        self.engine.submit(request, adapter)
-        self._wake.set()
+        super().submit(request, adapter)
+        self._has_news.set()
 
     def abort(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self._wake.set()
-
-    def pin_adapters(self, digests: Collection[str]) -> None:
-        self.engine.pin_adapters(digests)
-
-    def load_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
-        return self.engine.load_adapter(adapter, ref)
-
-    def unload_adapter(self, digest: str) -> Future[int]:
-        return self.engine.unload_adapter(digest)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
-
-    def service(self) -> TenantService:
-        return self.engine.service()
+        super().abort(request_id)
+        self._has_news.set()
 
     def add_remote_service(self, served: Mapping[str, float], *, continues: bool) -> None:
-        self.engine.add_remote_service(served, continues=continues)
-        self._wake.set()
+        super().add_remote_service(served, continues=continues)
+        self._has_news.set()
 
 
 class _HostMemory(AdapterFetcher):

@@ -102,12 +102,13 @@ async def run(service: Service, url: str, admin_key: str, expected: dict[str, st
         entries = [{"name": name, "path": name} for name in expected]
         (await http.post("/v1/loras/manifest", json={"adapters": entries})).raise_for_status()
         traffic, churn = Traffic(url, asked, keys, seed=0), Churn(url, admin_key, keys[0], changing)
-        capacity = await traffic.capacity(NUM_STREAMS, CAPACITY_S)
-        resources, began_s = Resources(service.process.pid, service.folder), time.monotonic()
+        await traffic.warm_up(NUM_STREAMS)
         shown = set[str]()
         async with asyncio.TaskGroup() as group:
-            group.create_task(traffic.run(LOAD * capacity))
             group.create_task(churn.run())
+            capacity = await traffic.capacity(NUM_STREAMS, CAPACITY_S)
+            resources, began_s = Resources(service.process.pid, service.folder), time.monotonic()
+            group.create_task(traffic.run(LOAD * capacity))
             while (passed_s := time.monotonic() - began_s) < 60 * minutes:
                 await asyncio.to_thread(resources.sample)
                 wrongs = {*traffic.wrongs, *churn.wrongs}
@@ -123,12 +124,11 @@ async def run(service: Service, url: str, admin_key: str, expected: dict[str, st
         num_answers = counts["streamed"] + 3 * counts["three answers"] + counts["sampled"] + churn.num_answers
         usage = await check_usage(http, since, num_answers * NUM_TOKENS, counts["abandoned"])
     tenth_s = 6 * minutes
-    first, last = (
-        [seconds for due_s, seconds in traffic.times_s if from_s <= due_s - began_s < from_s + tenth_s]
-        for from_s in (0.0, 60 * minutes - tenth_s)
-    )
-    medians = [float(np.percentile(part, 50)) if part else float("nan") for part in (first, last)]
-    slower = medians[1] / medians[0]
+    tenths: list[list[float]] = [[] for _ in range(10)]
+    for due_s, seconds in traffic.times_s:
+        tenths[min(int((due_s - began_s) / tenth_s), 9)].append(seconds)
+    medians = [float(np.median(tenth)) if tenth else float("nan") for tenth in tenths]
+    slower = medians[-1] / medians[0]
     late = [f"the last tenth of the time answered in {slower:.2f} of the first's"]
     return {
         "machine": environment(),
@@ -136,7 +136,7 @@ async def run(service: Service, url: str, admin_key: str, expected: dict[str, st
         "requests a second": round(LOAD * capacity, 1),
         "requests": dict(counts),
         "changes": dict(churn.done),
-        "latency, last tenth / first": round(slower, 3),
+        "latency of each tenth of the time / first": [round(median / medians[0], 3) for median in medians],
         "change per hour": {name: round(slope, 4) for name, slope in sorted(resources.slopes().items())},
         "at the end": {name: values[-1] for name, values in sorted(resources.series.items())},
         "wrong": [

@@ -18,6 +18,8 @@ from load_tests.soak.traffic import NUM_TOKENS, PROMPT, compare
 NUM_NAMES = 4
 PAUSES_S = {"adapters": 0.05, "batches": 20.0, "projects": 5.0}
 LINES_OF_A_BATCH = 20
+#: Of a request, and to connect, which openai's client would do for 5 s only.
+TIMEOUT_S = 180.0
 
 
 class Churn:
@@ -27,13 +29,13 @@ class Churn:
     def __init__(self, url: str, admin_key: str, key: str, sources: Mapping[str, str]) -> None:
         self._sources = list(sources.items())
         self._admin = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key=admin_key, admin_api_key=admin_key, max_retries=0
+            base_url=f"{url}/v1", api_key=admin_key, admin_api_key=admin_key, max_retries=0, timeout=TIMEOUT_S
         )
         self._key = key
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {admin_key}"},
-            timeout=180,
+            timeout=TIMEOUT_S,
             limits=httpx.Limits(max_connections=None),
         )
         self._numbers = itertools.count()

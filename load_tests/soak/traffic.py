@@ -51,6 +51,18 @@ class Traffic:
     def stop(self) -> None:
         self._is_over = True
 
+    async def warm_up(self, num_streams: int) -> None:
+        """Ask every adapter once, so that caches hold what they will."""
+        models = iter(self._models)
+
+        async def stream(http: httpx.AsyncClient) -> None:
+            for model in models:
+                await self._one(http, time.monotonic(), model)
+
+        async with self._http() as http, asyncio.TaskGroup() as group:
+            for _ in range(num_streams):
+                group.create_task(stream(http))
+
     async def capacity(self, num_streams: int, seconds: float) -> float:
         """Requests a second that so many streams get answered."""
         until_s, before = time.monotonic() + seconds, self.ended.total()
@@ -74,8 +86,8 @@ class Traffic:
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                 group.create_task(self._one(http, due_s))
 
-    async def _one(self, http: httpx.AsyncClient, due_s: float) -> None:
-        model = self._models[int(np.searchsorted(self._cumulated, self._random.random()))]
+    async def _one(self, http: httpx.AsyncClient, due_s: float, model: str = "") -> None:
+        model = model or self._models[int(np.searchsorted(self._cumulated, self._random.random()))]
         drawn, kind = self._random.random(), "streamed"
         for name, share in KINDS.items():
             if drawn < share:
@@ -115,6 +127,6 @@ class Traffic:
             compare(texts[0], self._sampled.setdefault((model, seed), texts[0]))
 
     def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self._url, timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
-        )
+        """Few idle connections: the pool looks at every one for each request, which makes the client itself slow."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        return httpx.AsyncClient(base_url=self._url, timeout=ANSWER_TIMEOUT_S, limits=limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -23,8 +24,9 @@ import pytest_asyncio
 
 from app.cli import haproxy_supervisor
 from app.cli.haproxy import UnknownConfiguration, error_answer, haproxy_binary, rewritten
-from app.cli.haproxy_supervisor import SERVE_PID, Supervisor, end_haproxys
+from app.cli.haproxy_supervisor import SERVE_PID, Supervisor, bound_socket, end_haproxys
 from app.cli.ray_env import HA_PROXY_SWITCHES, MAX_HEAD_BYTES, connections_for_files, ha_proxy_places, has_ha_proxy
+from app.config import INGRESS_DRAIN_MARGIN_S, LimitsConfig
 from load_tests.service import free_port
 
 pytestmark = pytest.mark.skipif(not has_ha_proxy(), reason="Ray's HAProxy is for Linux only")
@@ -691,20 +693,31 @@ async def answer_after_death(folder: Path, door: Door) -> bytes:
     return answer
 
 
+async def ended_by_ray(replaced: Door) -> int:
+    """The status of one that another has replaced, which Ray then tells to end, although it may have ended already."""
+    with contextlib.suppress(ProcessLookupError):
+        # `send_signal` would first take the status of one that has just ended, and asyncio would then report 255.
+        os.kill(replaced.process.pid, signal.SIGUSR1)
+    return await asyncio.wait_for(replaced.process.wait(), 60)
+
+
 async def test_who_comes_while_haproxy_is_dead_waits_for_the_next(write: Write, tmp_path: Path) -> None:
     port = free_port()
     async with haproxy(write, port=port) as old:
         assert (await answer_after_death(tmp_path, old)).startswith(b"HTTP/1.1 200 ")
         async with haproxy(write, port=port, takes_over=old) as new:
-            os.kill(old.process.pid, signal.SIGUSR1)
-            await old.process.wait()
+            assert await ended_by_ray(old) == 0
             assert (await answer_after_death(tmp_path, new)).startswith(b"HTTP/1.1 200 "), "the socket was handed on"
 
 
-async def test_one_that_is_stopped_refuses_new_clients_while_it_finishes_the_others(write: Write) -> None:
+@contextlib.asynccontextmanager
+async def draining(
+    write: Write, port: int
+) -> AsyncIterator[tuple[Door, int, asyncio.Event, asyncio.Task[httpx.Response]]]:
+    """One that was stopped while it has a request: the door, its ingress's port, to be set to answer, the answer."""
     async with (
         slow_ingress() as (ingress_port, begun, answers),
-        haproxy(write, ingress_port) as door,
+        haproxy(write, ingress_port, port=port) as door,
         httpx.AsyncClient(base_url=door.url, timeout=120) as http,
     ):
         while (await http.get("/readyz")).status_code != 200:
@@ -715,6 +728,11 @@ async def test_one_that_is_stopped_refuses_new_clients_while_it_finishes_the_oth
         async with asyncio.timeout(60):
             while not await is_refused(door):
                 await asyncio.sleep(0.02)
+        yield door, ingress_port, answers, answer
+
+
+async def test_one_that_is_stopped_refuses_new_clients_while_it_finishes_the_others(write: Write) -> None:
+    async with draining(write, free_port()) as (door, _, answers, answer):
         answers.set()
         assert (await answer).status_code == 200
         assert await asyncio.wait_for(door.process.wait(), 60) == 0
@@ -791,11 +809,7 @@ async def test_a_new_one_takes_an_old_ones_place_without_a_refused_connection(wr
     async with haproxy(write, port=port) as old:
         asking = asyncio.create_task(ask(old.url))
         async with haproxy(write, port=port, takes_over=old) as new:
-            with contextlib.suppress(ProcessLookupError):
-                # As Ray does then, too. `send_signal` would first take the status of one that has just ended, and
-                # asyncio, which waits for it as well, would then report 255.
-                os.kill(old.process.pid, signal.SIGUSR1)
-            assert await asyncio.wait_for(old.process.wait(), 60) == 0
+            assert await ended_by_ray(old) == 0
             while asked < 5 and not asking.done():
                 await asyncio.sleep(0.01)
             stop.set()
@@ -812,6 +826,18 @@ async def test_one_that_was_left_behind_gives_its_place_to_the_next(write: Write
         assert await asyncio.wait_for(orphan.process.wait(), 60) == 0
         async with httpx.AsyncClient(base_url=new.url, timeout=120) as http:
             assert (await http.get("/livez")).status_code == 200
+
+
+async def test_one_that_was_left_behind_while_it_drains_keeps_no_other_from_starting(write: Write) -> None:
+    port = free_port()
+    async with (
+        draining(write, port) as (_, ingress_port, answers, answer),
+        haproxy(write, ingress_port, port=port) as new,
+        httpx.AsyncClient(base_url=new.url, timeout=120) as http,
+    ):
+        assert (await http.get("/livez")).status_code == 200
+        answers.set()
+        assert (await answer).status_code == 200
 
 
 async def test_with_polylora_serve_haproxy_outlives_its_supervisor_until_it_is_replaced_or_serve_ends(
@@ -842,7 +868,9 @@ async def test_with_polylora_serve_haproxy_outlives_its_supervisor_until_it_is_r
             assert (await answer).status_code == 200, "what ran goes on"
             assert (await http.get("/readyz")).status_code == 200
             await until_gone(first)
-            assert [path.stem for path in tmp_path.glob("*.pid")] == [str(new.process.pid)]
+            async with asyncio.timeout(60):
+                while [path.stem for path in tmp_path.glob("*.pid")] != [str(new.process.pid)]:
+                    await asyncio.sleep(0.02)
             os.kill(second, signal.SIGKILL)
             while (third := child_of(tmp_path, new)) == second or command_name(third) != "haproxy":
                 await asyncio.sleep(0.02)  # it is named before it runs
@@ -855,6 +883,26 @@ async def test_with_polylora_serve_haproxy_outlives_its_supervisor_until_it_is_r
     async with asyncio.timeout(60):
         while list(tmp_path.glob("*.pid")):
             await asyncio.sleep(0.02)
+
+
+async def test_without_descriptors_of_processes_haproxy_runs_and_dies_with_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, pidfd_open = os.getpid(), os.pidfd_open
+
+    def refuse(pid: int) -> int:  # in its children, as Linux before 5.3 does: asyncio may need it here
+        if os.getpid() == own:
+            return pidfd_open(pid)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setenv(SERVE_PID, str(own))
+    command = ["-c", "sleep 0.5; exit 7"]
+    supervisor = Supervisor("sh", command, tmp_path / "config", tmp_path / "admin.sock", "haproxy.cfg")
+    await supervisor._start(supervisor._first)
+    assert supervisor._child is not None
+    assert await supervisor._child.wait() == 7
+    await supervisor._reading
 
 
 async def test_the_end_of_polylora_serve_frees_the_port(write: Write, tmp_path: Path) -> None:
@@ -905,7 +953,22 @@ def test_one_that_cannot_run_says_why_and_leaves_it_to_ray(write: Write, tmp_pat
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "cannot bind socket" in done.stderr.lower()
-    assert (tmp_path / "failures").read_text().count("\n") == 1
+    (reason,) = (tmp_path / "failures").read_text().splitlines()
+    assert "cannot bind socket (Address already in use)" in reason
+
+
+def test_two_services_that_start_at_once_do_not_share_a_port(tmp_path: Path) -> None:
+    port = free_port()
+    with bound_socket(tmp_path / "first" / "admin.sock", "127.0.0.1", port) as first:
+        first.listen()
+        with pytest.raises(OSError, match="Address already in use"):
+            bound_socket(tmp_path / "second" / "admin.sock", "127.0.0.1", port)
+
+
+def test_a_haproxy_that_was_replaced_has_time_for_the_longest_answer(write: Write) -> None:
+    found = re.search(r"^\s*hard-stop-after (\d+)s$", rewritten(write(8000, 30_000).read_text(), {}, {}), re.MULTILINE)
+    assert found is not None
+    assert int(found[1]) >= LimitsConfig().request_timeout_s + INGRESS_DRAIN_MARGIN_S
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.haproxy_supervisor import Supervisor
 from app.cli.startup import MAX_HA_PROXY_FAILURES, StartError, check_ha_proxy, reason_in
 
 #: As Serve says that an ingress's constructor failed, shortened in its middle.
@@ -42,12 +43,9 @@ def test_the_reason_is_the_last_exception_that_tells_of_itself(words: str, reaso
 
 
 def test_a_ha_proxy_that_ends_again_and_again_ends_the_start(tmp_path: Path) -> None:
-    check_ha_proxy(tmp_path)
-    (tmp_path / "node").mkdir()
-    failures = tmp_path / "node" / "failures"
-    failures.write_text("cannot bind socket\n" * (MAX_HA_PROXY_FAILURES - 1))
-    check_ha_proxy(tmp_path)
-    with failures.open("a") as file:
-        file.write("cannot bind socket (Address already in use)\n")
-    with pytest.raises(StartError, match=r"HAProxy exits repeatedly: cannot bind .*Address already"):
+    supervisor = Supervisor("haproxy", [], tmp_path / "1.cfg", tmp_path / "admin.sock", "haproxy.cfg")
+    for _ in range(MAX_HA_PROXY_FAILURES):
+        check_ha_proxy(tmp_path)
+        supervisor._note(1)
+    with pytest.raises(StartError, match="HAProxy exits repeatedly: its exit status is 1"):
         check_ha_proxy(tmp_path)

@@ -6,27 +6,28 @@ import warnings
 
 import pytest
 
-from app.cli.startup import PATIENCE_S, Actor, ResourceWatch, no_room
+from app.cli.startup import PATIENCE_S, ResourceWatch, no_room
 from app.engine.errors import EngineFailure
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
+    from app.deployments.rpc.ray_private import ActorLocation
     from app.main import ENGINE_CPUS, INGRESS_CPUS, NUM_INGRESSES
 
 NODE, OTHER = "n1", "n2"
 
 
-def replica(deployment: str, node_id: str | None, **resources: float) -> Actor:
-    return Actor(f"SERVE_REPLICA::polylora#{deployment}#x7", resources, node_id)
+def replica(deployment: str, node_id: str | None, **resources: float) -> ActorLocation:
+    return ActorLocation(f"SERVE_REPLICA::polylora#{deployment}#x7", resources, node_id)
 
 
-def told(machines: dict[str, dict[str, float]], *actors: Actor) -> str | None:
+def told(machines: dict[str, dict[str, float]], *actors: ActorLocation) -> str | None:
     return no_room(machines, actors, ["polylora"])
 
 
 def test_what_waits_beside_what_there_is_and_who_has_it() -> None:
     engines = [replica("EngineReplica", NODE, CPU=1.0) for _ in range(2)]
-    store = Actor("polylora-store", {}, NODE)
+    store = ActorLocation("polylora-store", {}, NODE)
     sentence = told({NODE: {"CPU": 2.0, "memory": 1e9}}, *engines, store, replica("Ingress", None, CPU=0.1))
     assert sentence is not None
     assert sentence.startswith(
@@ -43,8 +44,8 @@ def test_what_no_machine_has() -> None:
 
 
 def test_somebody_elses_actors_hold_what_they_hold_and_wait_for_themselves() -> None:
-    trainer = Actor("Trainer", {"CPU": 1.5}, NODE)
-    other_app = Actor("SERVE_REPLICA::other#EngineReplica#x", {"CPU": 64.0}, None)
+    trainer = ActorLocation("Trainer", {"CPU": 1.5}, NODE)
+    other_app = ActorLocation("SERVE_REPLICA::other#EngineReplica#x", {"CPU": 64.0}, None)
     assert told({NODE: {"CPU": 2.0}}, trainer, other_app) is None
     sentence = told({NODE: {"CPU": 2.0}}, trainer, other_app, replica("EngineReplica", None, CPU=0.9))
     assert sentence is not None

@@ -184,6 +184,10 @@ def test_what_an_engine_takes_of_memory() -> None:
     assert lines[-1] == f"10.00 GiB of memory are available: room for {(10 << 30) // _total(lines)} such engines"
     assert any("num_kv_blocks 64, 1024 tokens at a time" in line for line in lines)
     assert any("rank rows: engine.lora_pool_rows 32" in line for line in lines)
+    experts = AppConfig.model_validate({"engine": {"num_kv_blocks": 64, "extra_weights_bytes": 9 << 30}})
+    assert "9.00 GiB  experts' rows, " in "\n".join(memory_lines(spec, experts, 10 << 30))
+    assert limit_line(spec, experts, 9 << 30) is not None
+    assert "room for 0" in memory_lines(spec, experts, 9 << 30)[-2]
     narrow = AppConfig.model_validate({"engine": {"cpu": {"kv_cache_dtype": "bfloat16"}, "num_kv_blocks": 1 << 22}})
     sizes = [_kv_gib(memory_lines(spec, each, 10 << 30)) for each in (large, narrow)]
     assert sizes == [2.0, 1.0]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from app.deployments.object_storage.service import StorageService
 from app.deployments.object_storage.storage import Storage
@@ -181,7 +181,7 @@ class ManagedStore:
         registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
         store.on_read = self.events.on_progress
-        self.registry_service = RegistryService(registry, store, self.events, reserved_names=("base",), clock=clock)
+        self.registry_service = RegistryService(registry, store, self.events, clock=clock)
         self.resolution = AutoRegistration(
             registry, store, self.registry_service, FailureBackoff(clock), ResolverSettings(), clock
         )
@@ -192,8 +192,9 @@ class ManagedStore:
             store,
             Preloader(registry, self.registry_service),
             self.unread,
-            auto_registration=self.resolution,
-            uploads=uploads,
+            self.resolution,
+            cast(Any, uploads),
+            apply_settings=cast(Any, None),
         )
         self.client = actor_proxy(StoreService[Any], Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,4 +151,12 @@ def tiny_model(family: str, **changes: int) -> torch.nn.Module:
 
 def save(model: torch.nn.Module, folder: Path) -> Path:
     model.save_pretrained(folder)  # type: ignore[operator]
+    return folder
+
+
+def without_end(folder: Path) -> Path:
+    """The same folder, whose model ends no answer: a random one may do so at any token."""
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.exists():
+            file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
     return folder

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.config import EngineConfig
+from app.engine.engine_thread import EngineThread
 from app.engine.errors import EngineFailure
 from app.engine.factory import create_engine
-from app.engine.interface import RunningEngine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.linear_modules import target_shape
 from app.engine.models.spec import ModelSpec
@@ -105,11 +105,12 @@ class Served:
         self.checkpoint = load_checkpoint(folder)
         self.spec = self.checkpoint.spec
         self.chunks: dict[str, list[TokenChunk]] = {}
+        self.ended: list[str] = []  # in the order of their last chunks
         self.failures: list[EngineFailure] = []
         self._changed = threading.Condition()
         self._num_requests = 0
         config = config or engine_config(kind, **extra)
-        self.engine: RunningEngine = create_engine(self.checkpoint, config, self._on_chunks, self._on_failure)
+        self.engine: EngineThread = create_engine(self.checkpoint, config, self._on_chunks, self._on_failure)
         self.engine.warm_up()
         self.engine.start()
 
@@ -119,6 +120,8 @@ class Served:
                 before = self.chunks.setdefault(chunk.request_id, [])
                 assert not before or before[-1].finish_reason is None, "a chunk after the last"
                 before.append(chunk)
+                if chunk.finish_reason is not None:
+                    self.ended.append(chunk.request_id)
             self._changed.notify_all()
 
     def _on_failure(self, failure: EngineFailure) -> None:
@@ -155,6 +158,12 @@ class Served:
     def has_ended(self, name: str) -> bool:
         chunks = self.chunks.get(name)
         return bool(chunks) and chunks[-1].finish_reason is not None
+
+    def num_ended_after(self, name: str, others: Sequence[str]) -> int:
+        """How many of the others end later; waits for all of them."""
+        for each in (name, *others):
+            self.last(each)
+        return sum(self.ended.index(other) > self.ended.index(name) for other in others)
 
     def last(self, name: str) -> TokenChunk:
         """A request's last chunk, once it has come."""

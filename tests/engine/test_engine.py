@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
-from app.engine.engine import Engine, _GiveWay
+from app.engine.engine import Engine, _RefuseWaiting
 from app.engine.errors import (
     AdapterFormatError,
     AdapterMismatch,
@@ -455,7 +455,7 @@ def test_only_a_request_that_still_waits_gives_way_and_the_others_hold_no_place(
     engine.submit(fake_request("a2", [1], tenant_id="a", sampling=sampling))
     assert len(engine._waiting) == 2, "the first is running"
     for request_id in ("a0", "gone"):
-        engine._inbox.append(_GiveWay(request_id, QueueFull("")))  # chosen before it was admitted, or ended
+        engine._inbox.append(_RefuseWaiting(request_id, QueueFull("")))  # chosen before it was admitted, or ended
     out = run(engine)
     assert not any(chunk.error for name in out for chunk in out[name]), chunks
     engine.submit(fake_request("a3", [1], tenant_id="a", sampling=sampling))
@@ -463,16 +463,19 @@ def test_only_a_request_that_still_waits_gives_way_and_the_others_hold_no_place(
 
 
 def test_a_stream_that_has_begun_elsewhere_is_not_refused_for_those_waiting() -> None:
-    engine, _ = make_engine(max_queued_requests=1)
-    engine.submit(fake_request("new", [1]))
+    engine, _ = make_engine(max_queued_requests=2)
+    for name in ("new", "newer"):
+        engine.submit(fake_request(name, [1]))
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     begun = [line.token_id for line in fake_tokens(fake_request("moved", [2], sampling=sampling), None)][:2]
     moved = [fake_request(f"moved {i}", [2], sampling=sampling, resume_token_ids=begun) for i in range(3)]
     for request in moved:
         engine.submit(request)
-    with pytest.raises(QueueFull, match="max_queued_requests is 1, which is reached; 4 are in use"):
+    with pytest.raises(QueueFull, match="max_queued_requests is 2, which is reached; 2 are in use"):
         engine.submit(fake_request("one more", [1]))
+    engine.submit(fake_request("other", [1], tenant_id="none waits"))
     out = run(engine)
+    assert [name for name, chunks in out.items() if chunks[-1].error] == ["newer"], "the streams go on"
     for request in moved:
         assert_as_alone((request, None), out[request.request_id])
 

@@ -1,4 +1,4 @@
-"""What every running engine promises a replica (`app.engine.interface`), checked on each of them over one tiny model.
+"""What an `EngineThread` promises a replica, checked on each engine over one tiny model.
 
 The fake worker stands for any engine behind the protocol; vLLM itself runs in nightly tests.
 """
@@ -244,18 +244,13 @@ def test_a_full_queue_is_an_error_and_a_tenant_with_less_gets_its_place(served: 
 def test_a_tenant_does_not_wait_for_another_ones_flood(served: Served) -> None:
     flood = [served.submit(PROMPT, max_tokens=24, tenant_id="flood") for _ in range(MAX_QUEUED)]
     other = served.submit(PROMPT, tenant_id="other")
-    served.last(other)
-    num_left = sum(not served.has_ended(name) for name in flood)
-    assert num_left > MAX_QUEUED // 3, "it was served before most of the flood"
-    for name in flood:
-        served.last(name)
+    assert served.num_ended_after(other, flood) > MAX_QUEUED // 3, "it was served before most of the flood"
 
 
 def test_batch_requests_come_last_and_leave_places(served: Served) -> None:
     batch = [served.submit(PROMPT, max_tokens=24, is_batch=True) for _ in range(MAX_QUEUED - 4)]
     other = served.submit(PROMPT)
-    served.last(other)
-    assert sum(not served.has_ended(name) for name in batch) > len(batch) // 2
+    assert served.num_ended_after(other, batch) > len(batch) // 2
     for name in batch:
         assert len(served.tokens(name)) == 24
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from app.engine.config import CpuConfig, CudaConfig, DeviceConfig, EngineConfig, XlaConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.cuda.memory import RANK_ALIGNMENT
-from app.engine.errors import ConfigError
+from app.engine.errors import CheckpointError, ConfigError
 from app.engine.factory import load_backend
 from app.engine.models.checkpoint import Checkpoint
 from app.kernels.sgmv.cpu import RANK_PANEL
@@ -49,6 +50,12 @@ def test_the_configured_backend_is_loaded(device: DeviceConfig) -> None:
 def test_a_setting_that_cannot_be_had_is_refused_by_name(xla: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_backend(checkpoint(), EngineConfig(xla=XlaConfig(**xla, skip_precompile=True), **SIZES))
+
+
+def test_what_only_the_cpu_computes_is_refused_by_name() -> None:
+    spec = replace(tiny_spec(), family="gemma2", logit_softcap=30.0)
+    with pytest.raises(CheckpointError, match=r"models of family 'gemma2' \(soft caps, .* run with engine\.cpu only"):
+        load_backend(replace(checkpoint(), spec=spec), EngineConfig(**SIZES).on(XlaConfig()))
 
 
 def test_a_backend_given_another_devices_section_says_which() -> None:

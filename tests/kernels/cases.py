@@ -16,6 +16,13 @@ def normal(generator: np.random.Generator, *shape: int) -> NDArray[np.float32]:
     return generator.standard_normal(shape).astype(np.float32)
 
 
+def spaced_logits(generator: np.random.Generator, num_tokens: int, num_experts: int) -> NDArray[np.float32]:
+    """Logits of experts in random order, so far apart that rounding does not change which of them are largest."""
+    logits = np.tile(np.linspace(-2, 2, num_experts), (num_tokens, 1))
+    spread = 1 / num_experts
+    return (generator.permuted(logits, axis=1) + generator.uniform(-spread, spread, logits.shape)).astype(np.float32)
+
+
 def relative_error(out: NDArray[np.floating], reference: NDArray[np.float64], *parts: NDArray[np.floating]) -> float:
     """Largest deviation relative to the reference's largest value; NaN anywhere is infinite.
 

@@ -50,14 +50,15 @@ def test_layer_norm_equals_its_definition_and_leaves_what_is_beside_it(
 
 
 def test_a_texts_first_states_are_the_norm_of_three_sums(team: ThreadTeam) -> None:
-    words, places, segment = normal(rng(), 11, 24), normal(rng(), 9, 24), normal(rng(), 24)
+    words, positions, token_type = normal(rng(), 11, 24), normal(rng(), 9, 24), normal(rng(), 24)
     weight, bias = normal(rng(), 24), normal(rng(), 24)
-    token_ids, positions = np.array([3, 0, 10, 3, 7], np.int32), np.array([0, 1, 2, 0, 8], np.int32)
+    token_ids, position_ids = np.array([3, 0, 10, 3, 7], np.int32), np.array([0, 1, 2, 0, 8], np.int32)
     hidden, out = np.zeros((5, 32), np.float32), np.full((5, 24), np.nan, np.float32)
     team.run(
-        norm_cpu.embed_normed, 1, token_ids, positions, words, places, segment, weight, bias, EPS, hidden, out
+        norm_cpu.embed_normed, 1, token_ids, position_ids, words, positions, token_type, weight, bias, EPS, hidden, out
     )  # fmt: skip
-    expected = norm_reference.layer_norm(words[token_ids] + segment + places[positions], weight, bias, float(EPS))
+    sums = words[token_ids] + token_type + positions[position_ids]
+    expected = norm_reference.layer_norm(sums, weight, bias, float(EPS))
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(hidden[:, :24], out)
 

@@ -53,7 +53,7 @@ def test_products_are_those_of_the_weights_that_are_read_back(num_columns: int, 
 def test_a_product_of_other_weights_would_be_seen() -> None:
     """Of the weights before they were rounded, and of the next level up in one place."""
     generator = rng()
-    w, x = normal(generator, 20, 70), np.abs(normal(generator, 4, 70)) + 0.1
+    w, x = normal(generator, 20, 70), np.abs(normal(generator, 4, 70)) + 1
     stored = pack_weights.quantise(w)
     found, back = multiplied(x, stored, 20), read_back(stored, 20)
     assert relative_error(found, reference.matmul(x, w)) > 2e-6

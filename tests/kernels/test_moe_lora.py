@@ -15,8 +15,20 @@ from app.kernels.matmul.pack_weights import empty_stack, store
 from app.kernels.moe_lora import reference
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
 from app.kernels.moe_lora.routing import combine, empty_pairs, gather_pairs, route, sort_pairs
-from app.kernels.sgmv.adapter_copy import A_SIZE, B_SIZE, D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, B, write_plan
-from tests.kernels.cases import normal, relative_error
+from app.kernels.sgmv.adapter_copy import (
+    A_SIZE,
+    B_SIZE,
+    COPY_TASK_WIDTH,
+    D_IN,
+    D_OUT,
+    RANK,
+    TO_A,
+    TO_B,
+    A,
+    B,
+    copy_matrices,
+)
+from tests.kernels.cases import normal, relative_error, spaced_logits
 from tests.seeds import rng
 
 HIDDEN, INNER, EXPERTS, CHOICES, SLOTS = 40, 24, 5, 2, 4
@@ -78,11 +90,11 @@ def _write(
     to_a = np.full(-(-rank // 8) * 8 * depth, np.nan, np.float32)
     to_b = np.full(rank * (-(-b.shape[1] // 16) * 16), np.nan, np.float32)
     held += [a, b, to_a, to_b]
-    plan = np.zeros((1, PLAN_WIDTH), np.int64)
-    plan[0, [A, B, RANK, D_IN, D_OUT, TO_A, TO_B, A_SIZE, B_SIZE]] = [
+    tasks = np.zeros((1, COPY_TASK_WIDTH), np.int64)
+    tasks[0, [A, B, RANK, D_IN, D_OUT, TO_A, TO_B, A_SIZE, B_SIZE]] = [
         a.ctypes.data, b.ctypes.data, rank, depth, b.shape[1], to_a.ctypes.data, to_b.ctypes.data, 4, 4,
     ]  # fmt: skip
-    team.run(write_plan, 2, plan, np.array([not narrow]))
+    team.run(copy_matrices, 2, tasks, np.array([not narrow]))
     for table, target in zip(tables, (to_a, to_b), strict=True):
         table[place] = target.ctypes.data
 
@@ -100,7 +112,7 @@ class Made(NamedTuple):
 def _make(generator: np.random.Generator, num_tokens: int, *, narrow: bool) -> Made:
     with_team = ThreadTeam(1)
     made = Made(
-        normal(generator, num_tokens, EXPERTS),
+        spaced_logits(generator, num_tokens, EXPERTS),
         _product(generator, with_team, HIDDEN, (INNER, INNER), narrow),
         _product(generator, with_team, INNER, (HIDDEN,), narrow),
     )

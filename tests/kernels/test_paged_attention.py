@@ -142,6 +142,19 @@ def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(case: Case)
         assert at == length
 
 
+@pytest.mark.parametrize("overflows", [True, False], ids=["an overflow", "NaN"])
+def test_a_score_that_is_not_finite_leaves_no_number_in_its_own_row_and_head(*, overflows: bool) -> None:
+    """Not the mean of all values, which looks like an answer."""
+    case, generator = CASES[0], rng()
+    keys, values = _memory(generator, case, 6)
+    where = _starts([5]), np.array([90], np.int32), np.arange(6, dtype=np.int32)[None]
+    q = normal(generator, 5, case.heads, case.head_dim)
+    expected = _kernel(case, q, keys, values, *where).reshape(q.shape)
+    q[3, 4] = np.copysign(np.float32(3e38), keys[0, 4 // 3, 7]) if overflows else np.nan
+    expected[3, 4] = np.nan
+    np.testing.assert_array_equal(_kernel(case, q, keys, values, *where).reshape(q.shape), expected)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_memory_in_bfloat16_gives_the_bits_of_its_numbers_in_float32(case: Case) -> None:
     """In steps of all sizes; keys behind a sequence's end are NaN there, too."""

@@ -153,6 +153,17 @@ def test_what_is_no_number_is_found_wherever_it_stands(vocab: int) -> None:
         assert index == at == reference.draw(row, 0.0, 0, 1.0, 0.0, 1, 1)
 
 
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_an_overflow_is_not_drawn_past(lost: float, settings: dict[str, float]) -> None:
+    """The logit of the token is what is looked at."""
+    generator = rng()
+    logits, at = normal(generator, 20, 300), generator.integers(0, 300, 20)
+    logits[np.arange(20), at] = lost
+    drawn, _ = sample(logits, [settings] * 20, np.arange(20), np.full(20, 3), np.zeros(20))
+    assert drawn.tolist() == at.tolist()
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.sgmv import cpu, reference
-from app.kernels.sgmv.adapter_copy import TO_A, TO_B, matrices, packing, write_plan
+from app.kernels.sgmv.adapter_copy import TO_A, TO_B, copy_matrices, matrices, packing
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.seeds import rng
 
@@ -74,9 +74,9 @@ def write(
     source = matrices((0, n, *pair) for n, pair in pairs.items())
     packed, too_fine = packing(source), np.array([wide])
     memory = np.full(packed.num_bytes, 0xFF, np.uint8)
-    plan = packed.at(memory.ctypes.data)
-    ThreadTeam(2).run(write_plan, 2, plan, too_fine)
-    for line, (n, (a, _)) in zip(plan, pairs.items(), strict=True):
+    tasks = packed.at(memory.ctypes.data)
+    ThreadTeam(2).run(copy_matrices, 2, tasks, too_fine)
+    for line, (n, (a, _)) in zip(tasks, pairs.items(), strict=True):
         rows.a[adapter_slot, n], rows.b[adapter_slot, n], rows.ranks[adapter_slot, n] = line[TO_A], line[TO_B], len(a)
     rows.in_bf16[adapter_slot] = not too_fine[0]
     return memory

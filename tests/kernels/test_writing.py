@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.machine.thread_team import ThreadTeam
-from app.kernels.sgmv.adapter_copy import PLAN_WIDTH, TO_A, TO_B, matrices, packing, write_plan
+from app.kernels.sgmv.adapter_copy import COPY_TASK_WIDTH, TO_A, TO_B, copy_matrices, matrices, packing
 from tests.kernels.cases import normal
 from tests.pairwise import pairwise
 from tests.seeds import rng
@@ -55,7 +55,7 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
     team, too_fine = ThreadTeam(num_threads), np.array([kind == "wide"])
     packed = packing(matrices(saved))
     memory = np.full(packed.num_bytes + 64, 0xFF, np.uint8)
-    team.run(write_plan, 2, packed.at(memory.ctypes.data + 32), too_fine)
+    team.run(copy_matrices, 2, packed.at(memory.ctypes.data + 32), too_fine)
     team.close()
     in_bf16, padded = "narrow" in kind, -(-rank // 8) * 8
     assert too_fine[0] != in_bf16
@@ -82,7 +82,7 @@ def test_what_was_saved_in_bfloat16_takes_half_and_what_modules_share_is_held_on
     assert (mixed.in_bf16, mixed.num_bytes) == (False, 4 * (2 * size_a + size_b))
 
 
-def test_an_empty_plan_writes_nothing() -> None:
+def test_no_tasks_write_nothing() -> None:
     packed = packing(matrices([]))
-    assert (packed.plan.shape, packed.num_bytes) == ((0, PLAN_WIDTH), 0)
-    ThreadTeam(1).run(write_plan, 2, packed.at(0), np.zeros(1, np.bool_))
+    assert (packed.tasks.shape, packed.num_bytes) == ((0, COPY_TASK_WIDTH), 0)
+    ThreadTeam(1).run(copy_matrices, 2, packed.at(0), np.zeros(1, np.bool_))

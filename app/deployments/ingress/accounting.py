@@ -18,8 +18,9 @@ from typing import NamedTuple
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.principal import Principal
 from app.deployments.registry.models import DEFAULT_TENANT
+from app.deployments.rpc.background_tasks import repeat
 from app.deployments.rpc.long_poll_client import LongPollClient
-from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.long_poll_host import Changes
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
 from app.deployments.tenancy.models import NO_LIMITS, PUBLIC, Tenant, TenantKey, TenantRow
 from app.deployments.tenancy.quota.limits import Cost, LimitKey, LimitKind, request_costs
@@ -50,8 +51,7 @@ class TenantTableClient(LongPollClient[Changes[TenantKey, TenantRow]]):
         self.view = TenantMirror()
         self.complete = asyncio.Event()
 
-    def _apply(self, version: Version, update: Changes[TenantKey, TenantRow]) -> None:
-        self._version = version
+    def _apply(self, update: Changes[TenantKey, TenantRow]) -> None:
         self.view.take(update)
         if update.is_last:
             self.complete.set()
@@ -265,9 +265,7 @@ class RequestAccounting:
 
     async def keep_reporting_key_use(self) -> None:
         """Run `report_key_use` every minute until cancelled."""
-        while True:
-            await asyncio.sleep(KEY_USE_INTERVAL_S)
-            await self.report_key_use()
+        await repeat(self.report_key_use, KEY_USE_INTERVAL_S, "reporting the last use of keys")
 
     async def report_key_use(self) -> None:
         """Report when keys were used since the last call. A failed report is merged into the next one."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from app.deployments.placement.messages import Residency
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.models import CatalogEntry, RegistryJob, UnloadResult
 from app.deployments.rpc.background_tasks import Tasks, repeat
@@ -54,8 +53,7 @@ class AdapterAdmin:
         self._tasks.start(self.store.discard_upload(upload_id))
 
     async def keep_resuming_unloads(self) -> None:
-        """Run `resume_unloads` at intervals until cancelled."""
-        await asyncio.sleep(RESUME_INTERVAL_S)  # a new ingress does not know the replicas yet
+        """Run `resume_unloads` at intervals until cancelled; not at once: a new ingress does not know the replicas."""
         await repeat(self.resume_unloads, RESUME_INTERVAL_S, "looking for orphaned unloads")
 
     async def resume_unloads(self) -> None:
@@ -66,10 +64,6 @@ class AdapterAdmin:
     async def close(self) -> None:
         """Stop; other ingresses resume unfinished unloads."""
         await self._tasks.close()
-
-    async def residency(self, digest: str) -> list[Residency]:
-        """Replicas whose device last reported these contents. Raises NotReady while placement is down."""
-        return await self._placer.residency(digest)
 
     async def _drain_after(self, begin: asyncio.Task[tuple[UnloadResult, CatalogEntry | None]]) -> RegistryJob:
         return await self._drain((await begin)[0])

@@ -47,7 +47,7 @@ from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.gauges import repeat_gauges
 from app.deployments.rpc.health_check import HealthCheck
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
-from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.long_poll_host import Changes
 from app.deployments.rpc.metrics_agents import MetricsAgents
 from app.deployments.rpc.named_actor import NamedActor
 from app.deployments.rpc.ray_private import AsgiIngress, http_host, listen_on_loopback, route_in_this_loop
@@ -115,7 +115,6 @@ class Ingress(AsgiIngress):
             accounting.usage_flusher.flush_loop,
             common.metrics.measure_loop_lag,
             partial(repeat_gauges, (*common.metrics.gauges, RejectionCounters(accounting.limiter))),
-            self._service.batch_runner(answer_line(self._bases), holder).run,
             *(work for each in opened for work in each.works),
         )
         for each in opened:
@@ -123,6 +122,7 @@ class Ingress(AsgiIngress):
         for each in opened:
             await each.registry.complete.wait()  # otherwise the first requests would find no adapter
         await tenants.complete.wait()  # otherwise requests would pass without a key
+        self._tasks.run_forever(self._service.batch_runner(answer_line(self._bases), holder).run)
         gc.freeze()  # what lives as long as the process is not looked through again, which would hold the loop
 
     def make_asgi_app(self) -> ASGIApp:
@@ -331,8 +331,7 @@ class RegistryMirror(LongPollClient[Changes[Key, Entry]]):
         self.view = RegistryView()
         self.complete = asyncio.Event()
 
-    def _apply(self, version: Version, update: Changes[Key, Entry]) -> None:
-        self._version = version
+    def _apply(self, update: Changes[Key, Entry]) -> None:
         self.view.take(update)
         self._on_count(self.view.num_adapters)
         if update.is_last:

@@ -10,13 +10,13 @@ import asyncio
 import base64
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from functools import partial
 
 import numpy as np
 from pydantic_core import to_json
 
 from app.deployments.ingress.accounting import RequestAccounting
-from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.dispatch.dispatcher import MAX_OPEN_EMBEDDINGS, Dispatcher
 from app.deployments.ingress.dispatch.generation_task import GenerationTask, PromptDecoder
 from app.deployments.ingress.preprocess.preprocessor import RequestPreprocessor
 from app.deployments.ingress.preprocess.tokenizer_service import in_worker_if_long
@@ -24,13 +24,11 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.ingress.schemas.completions import EmbeddingsRequest
 from app.deployments.ingress.serializers.generate import prompt_usage
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import ContextOverflow, EngineFailure, InvalidRequest
+from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 #: Texts in one request; OpenAI's limit.
 MAX_TEXTS = 2048
-#: Texts of one request in engines at a time; the rest wait here, not in an engine's queue.
-MAX_OPEN = 64
 
 
 class Embedder:
@@ -132,9 +130,10 @@ async def vectors(task: GenerationTask) -> list[bytes]:
 
     async def work() -> None:
         for index in indices:
-            found[index] = await _vector(task, index)
+            on_usage = partial(task.progress.usages.__setitem__, index)
+            found[index] = await task.dispatcher.embedding(task.requests[index], task.deadline_s, on_usage)
 
-    workers = [asyncio.create_task(work()) for _ in range(min(MAX_OPEN, len(task.requests)))]
+    workers = [asyncio.create_task(work()) for _ in range(min(MAX_OPEN_EMBEDDINGS, len(task.requests)))]
     try:
         await asyncio.gather(*workers)
         return found
@@ -142,18 +141,6 @@ async def vectors(task: GenerationTask) -> list[bytes]:
         for each in workers:
             each.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-
-
-async def _vector(task: GenerationTask, index: int) -> bytes:
-    async with aclosing(task.dispatcher.stream(task.requests[index], task.deadline_s)) as chunks:
-        async for chunk in chunks:
-            if chunk.error is not None:
-                raise chunk.error
-            if chunk.usage is not None:
-                task.progress.usages[index] = chunk.usage
-            if chunk.embedding:
-                return chunk.embedding
-    raise EngineFailure(f"the engine ended request {task.requests[index].request_id} without its embedding")
 
 
 def as_floats(vector: bytes) -> list[float]:

@@ -8,6 +8,7 @@ back into Python for objects and fractions, so the event loop's thread gets its 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -84,8 +85,14 @@ def _check_depth(value: object, what: str) -> None:
 
 
 def _float(text: str) -> float:
-    """A function of Python's: where it is called, another thread may get its turn."""
-    return float(text)
+    """A function of Python's: where it is called, another thread may get its turn.
+
+    Refuses numbers such as 1e400, which would be written back as Infinity, and that is not JSON.
+    """
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:80]} is not finite as a 64-bit float")
+    return value
 
 
 def _refuse_constant(name: str) -> None:

@@ -95,7 +95,7 @@ class IngressService:
         """`base_names`: of all base models of this ingress."""
         self._config = config
         self.base_names = tuple(base_names) or (config.model.name,)
-        self._placer = parts.placer
+        self.placer = parts.placer
         self._replicas = parts.replicas
         self._metrics = parts.metrics
         self.metrics_agents = parts.metrics_agents
@@ -218,13 +218,13 @@ class IngressService:
 
     async def replica_stats(self) -> list[dict[str, Any]]:
         """Counts of every replica that answers, for tests and operators."""
-        replica_ids = sorted(self._placer.view.replicas)
+        replica_ids = sorted(self.placer.view.replicas)
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
     def has_replica(self, replica_id: str) -> bool:
         """Whether this base model has such a replica, running or draining."""
-        return replica_id in self._placer.view.replicas or replica_id in self._placer.view.draining
+        return replica_id in self.placer.view.replicas or replica_id in self.placer.view.draining
 
     async def drain_replica(self, replica_id: str, who: str, *, force: bool) -> None:
         """Have a replica end its requests, take no new ones and be replaced. `force`: also if no other could take them.
@@ -236,7 +236,7 @@ class IngressService:
         draining = ReplicaDraining(
             f"replica {replica_id} drains already; Ray Serve stops it when its requests have ended"
         )
-        if replica_id in self._placer.view.draining:
+        if replica_id in self.placer.view.draining:
             raise draining
         if not force and not self._connections.usable.keys() - {replica_id}:
             raise LastReplica(

@@ -3,7 +3,6 @@ open and queued ones."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
@@ -77,7 +76,6 @@ class TrafficReporter:
 
     async def keep_reporting(self) -> None:
         """Report at intervals until cancelled."""
-        await asyncio.sleep(REPORT_INTERVAL_S)
         await repeat(self.report, REPORT_INTERVAL_S, "sending this ingress's traffic")
 
     async def close(self) -> None:

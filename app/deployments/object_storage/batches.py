@@ -18,7 +18,7 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, case, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 
-from app.deployments.object_storage.files import FileStore, beyond
+from app.deployments.object_storage.files import FileStore
 from app.deployments.object_storage.models import (
     OPEN,
     Batch,
@@ -28,14 +28,17 @@ from app.deployments.object_storage.models import (
     LineResult,
     NewBatch,
     StorageQuotaExceeded,
-    not_found_error,
     unsupported_purpose_error,
 )
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import batch_lines, batches, files
+from app.deployments.registry.db.tables import rows_after
+from app.deployments.registry.models import not_found_error
 
 #: How long a batch stays with a process that writes nothing.
 LEASE_S = 30.0
+#: Batches of one tenant that a process works on at a time: those that wait for their tenant's limits leave others room.
+MAX_PER_TENANT = 4
 
 
 class _LeaseSighting(NamedTuple):
@@ -100,14 +103,11 @@ class BatchStore:
 
     def page(self, *, tenant_id: str, limit: int, after: str | None) -> BatchPage:
         """Raises NotFound if there is no batch `after`."""
-        place = (batches.c.created_s, batches.c.id)
         query = select(batches).where(*self._ours(), batches.c.tenant_id == tenant_id)
-        query = query.order_by(*(column.desc() for column in place))
         with self._database.read() as connection:
-            if after is not None:
-                row = self._row(connection, after, tenant_id)
-                query = query.where(beyond(place, (row["created_s"], row["id"]), newest=True))
-            rows = connection.execute(query.limit(limit + 1)).mappings().all()
+            last = None if after is None else self._row(connection, after, tenant_id)
+            query = rows_after(query, batches, last, is_newest_first=True).limit(limit + 1)
+            rows = connection.execute(query).mappings().all()
         return BatchPage(tuple(_batch(row) for row in rows[:limit]), len(rows) > limit)
 
     def cancel(self, batch_id: str, *, tenant_id: str) -> Batch:
@@ -129,10 +129,13 @@ class BatchStore:
     # What follows is called by processes that work on batches.
 
     def claim(self, holder: str) -> Batch | None:
-        """Take over a batch without a valid lease: the oldest one of the tenant with the fewest batches in work."""
+        """Take over a batch without a valid lease: the oldest one of the tenant with the fewest batches in work, but of
+        none with `MAX_PER_TENANT` in work here."""
+        mine = select(batches.c.tenant_id).where(*self._open(), batches.c.owner == holder).group_by(batches.c.tenant_id)
+        has_room = batches.c.tenant_id.not_in(mine.having(func.count() >= MAX_PER_TENANT))
         with self._database.read() as connection:  # the usual case, without the writers' lock: there is none
             free = self._free(self._expired_leases(connection))
-            if connection.scalar(select(batches.c.id).where(*self._open(), free).limit(1)) is None:
+            if connection.scalar(select(batches.c.id).where(*self._open(), free, has_room).limit(1)) is None:
                 return None
         with self._database.write() as connection:
             free = self._free(self._expired_leases(connection))
@@ -145,7 +148,7 @@ class BatchStore:
             query = (
                 select(batches)
                 .join(worked, worked.c.tenant_id == batches.c.tenant_id)
-                .where(*self._open(), free)
+                .where(*self._open(), free, has_room)
                 .order_by(worked.c.num, batches.c.created_s, batches.c.id)
             )
             row = connection.execute(query.limit(1)).mappings().first()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import secrets
 from dataclasses import asdict, fields
 
-from sqlalchemy import Column, ColumnElement, Connection, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 from sqlalchemy.engine import RowMapping
 
-from app.deployments.object_storage.models import OPEN, FilePage, StorageQuotaExceeded, StoredFile, not_found_error
+from app.deployments.object_storage.models import OPEN, FilePage, StorageQuotaExceeded, StoredFile
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import batch_lines, batches, file_parts, files
+from app.deployments.registry.db.tables import rows_after
+from app.deployments.registry.models import not_found_error
 from app.engine.errors import InvalidRequest
 
 #: Bytes in a part of an uploaded file; input lines in a part of a batch's output.
@@ -67,7 +69,9 @@ class FileStore:
         caller's transaction."""
         where = (files.c.base_digest == self._database.base_digest, *_output(batch["id"], is_error=is_error))
         file_id: str | None = connection.scalar(select(files.c.id).where(*where))
-        now_s, num_parts = self._database.clock(), -(-batch["num_lines"] // PART_LINES)
+        lines = self._lines(batch["id"], is_error=is_error)
+        last = connection.scalar(select(func.max(batch_lines.c.number)).where(*lines))  # empty lines have numbers, too
+        now_s, num_parts = self._database.clock(), 0 if last is None else last // PART_LINES + 1
         values = {"num_parts": num_parts, "created_s": now_s, "expires_s": now_s + batch["output_life_s"]}
         connection.execute(update(files).where(*where).values(**values))
         return file_id
@@ -102,16 +106,13 @@ class FileStore:
     def page(self, *, tenant_id: str, limit: int, after: str | None, purpose: str | None, newest: bool) -> FilePage:
         """Raises NotFound if there is no file `after`."""
         now_s = self._database.clock()
-        place = (files.c.created_s, files.c.id)
         query = select(files).where(*self._present(tenant_id, now_s), files.c.num_parts.is_not(None))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
-        query = query.order_by(*(column.desc() if newest else column for column in place))
         with self._database.read() as connection:
-            if after is not None:
-                row = self.row(connection, after, tenant_id)
-                query = query.where(beyond(place, (row["created_s"], row["id"]), newest=newest))
-            rows = connection.execute(query.limit(limit + 1)).mappings().all()
+            last = None if after is None else self.row(connection, after, tenant_id)
+            query = rows_after(query, files, last, is_newest_first=newest).limit(limit + 1)
+            rows = connection.execute(query).mappings().all()
         return FilePage(tuple(_file(row) for row in rows[:limit]), len(rows) > limit)
 
     def delete(self, file_id: str, *, tenant_id: str) -> None:
@@ -134,7 +135,7 @@ class FileStore:
         base_digest = self._database.base_digest
         parts = delete(file_parts).where(file_parts.c.base_digest == base_digest, file_parts.c.file_id == row["id"])
         if row["batch_id"] is not None:
-            parts = delete(batch_lines).where(*self._lines(row))
+            parts = delete(batch_lines).where(*self._lines(row["batch_id"], is_error=row["is_error"]))
         connection.execute(parts)
         connection.execute(delete(files).where(files.c.base_digest == base_digest, files.c.id == row["id"]))
 
@@ -154,7 +155,9 @@ class FileStore:
                 return bytes(content)
             first = number * PART_LINES
             lines = select(batch_lines.c.line).where(
-                *self._lines(row), batch_lines.c.number >= first, batch_lines.c.number < first + PART_LINES
+                *self._lines(row["batch_id"], is_error=row["is_error"]),
+                batch_lines.c.number >= first,
+                batch_lines.c.number < first + PART_LINES,
             )
             return "".join(f"{line}\n" for line in connection.scalars(lines.order_by(batch_lines.c.number))).encode()
 
@@ -180,11 +183,11 @@ class FileStore:
         mine = (files.c.base_digest == self._database.base_digest, files.c.tenant_id == tenant_id)
         return (*mine, files.c.expires_s > now_s)
 
-    def _lines(self, row: RowMapping) -> tuple[ColumnElement[bool], ...]:
+    def _lines(self, batch_id: str, *, is_error: bool) -> tuple[ColumnElement[bool], ...]:
         return (
             batch_lines.c.base_digest == self._database.base_digest,
-            batch_lines.c.batch_id == row["batch_id"],
-            batch_lines.c.is_error == row["is_error"],
+            batch_lines.c.batch_id == batch_id,
+            batch_lines.c.is_error == is_error,
         )
 
 
@@ -194,11 +197,3 @@ def _output(batch_id: str, *, is_error: bool) -> tuple[ColumnElement[bool], ...]
 
 def _file(row: RowMapping) -> StoredFile:
     return StoredFile(**{field.name: row[field.name] for field in fields(StoredFile)})
-
-
-def beyond(place: tuple[Column[float], Column[str]], last: tuple[float, str], *, newest: bool) -> ColumnElement[bool]:
-    """The condition for rows after `last` in an order by time and id."""
-    time_s, id_ = place
-    if newest:
-        return or_(time_s < last[0], and_(time_s == last[0], id_ < last[1]))
-    return or_(time_s > last[0], and_(time_s == last[0], id_ > last[1]))

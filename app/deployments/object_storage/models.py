@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from app.engine.errors import InvalidRequest, NotFound, PolyloraError
+from app.engine.errors import InvalidRequest, PolyloraError
 from app.engine.wire_format import message
-from app.redaction import without_keys
 
 BatchStatus = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
@@ -119,11 +118,6 @@ class BatchPage(NamedTuple):
 
     batches: tuple[Batch, ...]
     has_more: bool
-
-
-def not_found_error(what: str, id_: str, way_out: str = "") -> NotFound:
-    """Without the key that a client may have sent as an id: Ray stores and shows what an actor raises."""
-    return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}{way_out}")
 
 
 def unsupported_purpose_error(purpose: str) -> InvalidRequest:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select
 
-from app.deployments.object_storage.models import StoredResponse, not_found_error
+from app.deployments.object_storage.models import StoredResponse
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.storage_tables import responses
+from app.deployments.registry.models import not_found_error
 
 #: What the error for a missing response adds: with OpenAI a response is stored unless its request says no.
 _WAY_OUT = "; a response is stored if its request has store: true"
@@ -22,10 +23,12 @@ class ResponseStore:
         self._database = database
 
     def keep(self, response: StoredResponse, *, tenant_id: str, life_s: float, max_count: int, max_bytes: int) -> None:
-        """Deletes the tenant's oldest responses beyond `max_count`, or beyond `max_bytes` in total."""
+        """Deletes the tenant's oldest responses beyond `max_count`, or beyond `max_bytes` in total. A repeated call
+        changes nothing: its first answer may have been lost."""
         now_s = self._database.clock()
         size_bytes = len(response.items.encode()) + len(response.body.encode())
         with self._database.write() as connection:
+            connection.execute(delete(responses).where(*self._mine(tenant_id), responses.c.id == response.id))
             connection.execute(
                 insert(responses).values(
                     base_digest=self._database.base_digest,

@@ -150,10 +150,9 @@ class StorageService:
         self, response: StoredResponse, *, tenant_id: str, life_s: float, max_count: int, max_bytes: int
     ) -> None:
         """Deletes the tenant's oldest responses beyond `max_count` or `max_bytes`."""
+        keep = self._storage.responses.keep
         await asyncio.to_thread(
-            lambda: self._storage.responses.keep(
-                response, tenant_id=tenant_id, life_s=life_s, max_count=max_count, max_bytes=max_bytes
-            )
+            keep, response, tenant_id=tenant_id, life_s=life_s, max_count=max_count, max_bytes=max_bytes
         )
 
     @remote_method

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from app.deployments.placement.messages import Key, LoadDelta, ReplicaLoad, Residency, Row
 from app.deployments.placement.service import PlacementService
 from app.deployments.placement.view import PlacementView
-from app.deployments.rpc.background_tasks import LogOnce, wait_for_event
+from app.deployments.rpc.background_tasks import LogOnce
 from app.deployments.rpc.long_poll_client import LongPollClient, Watch
-from app.deployments.rpc.long_poll_host import Changes, Version
+from app.deployments.rpc.long_poll_host import Changes
 
 #: Longest wait for placement's answer before the ingress decides by itself.
 ASSIGN_TIMEOUT_S = 0.5
@@ -24,18 +24,10 @@ class PlacementTableClient(LongPollClient[Changes[Key, Row]]):
 
     def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
         super().__init__(watch, watcher_id)
-        self._changed = asyncio.Event()
         self.view = PlacementView()
 
-    async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait for a change, at most this long."""
-        await wait_for_event(self._changed, timeout_s)
-
-    def _apply(self, version: Version, update: Changes[Key, Row]) -> None:
-        self._version = version
+    def _apply(self, update: Changes[Key, Row]) -> None:
         self.view.take(update)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 class LoadTableClient(LongPollClient[LoadDelta]):
@@ -50,8 +42,7 @@ class LoadTableClient(LongPollClient[LoadDelta]):
         super().__init__(watch, watcher_id)
         self._take_rows = take
 
-    def _apply(self, version: Version, update: LoadDelta) -> None:
-        self._version = version
+    def _apply(self, update: LoadDelta) -> None:
         self._take_rows(dict(update.changes.rows), update.now_s)
 
 

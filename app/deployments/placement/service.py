@@ -237,8 +237,7 @@ class _TrafficSharesClient(LongPollClient[TrafficShareChanges]):
         self._present: set[str] = set()
         self._sync: TableSync[str, float] = TableSync()
 
-    def _apply(self, version: Version, update: TrafficShareChanges) -> None:
-        self._version = version
+    def _apply(self, update: TrafficShareChanges) -> None:
         changes = self._sync.changes(update, lambda: self._present)
         self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
         self._set_traffic_shares(changes)

@@ -57,7 +57,8 @@ class PlacementState:
         self._replicated: set[str] = set()  # adapters with several replicas
         self._peaks: dict[str, float] = {}  # their recent maximum of requests
         self._rebalanced_s = 0.0
-        self._changed_s: dict[str, float] = {}  # adapters whose assigned dwell, and since when
+        # digest -> when its replicas last changed; not changed again for DWELL_S
+        self._last_change_s: dict[str, float] = {}
         self._overloaded_s: dict[str, float] = {}  # overloaded replicas, and since when
         self._excluded_s: dict[str, float] = {}  # replicas removed as unreachable, and when
         self._draining_s: dict[str, float] = {}  # draining replicas, and their last report
@@ -75,7 +76,7 @@ class PlacementState:
     ) -> None:
         """Apply new settings; assignments stay, and replicas are added if `min_replicas_per_adapter` asks for them."""
         self._policy = policy
-        self._places_many = policy if isinstance(policy, BatchPlacementPolicy) else None
+        self._batch_policy = policy if isinstance(policy, BatchPlacementPolicy) else None
         self._min_replicas_per_adapter = min_replicas_per_adapter
         self._add_replicas_to_all(self._used)
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -139,12 +140,12 @@ class PlacementState:
         fleet = UsableFleet(self.view, self.view.replicas, self._load, self._traffic)
         digests, assigned = list(digests), dict[str, Row]()
         together: Mapping[str, Row] = {}
-        if self._places_many is not None:
+        if self._batch_policy is not None:
             unassigned = [digest for digest in dict.fromkeys(digests) if not self.view.assigned_replicas(digest)]
-            together = self._places_many.assign_all(unassigned, fleet) if unassigned else {}
+            together = self._batch_policy.assign_all(unassigned, fleet) if unassigned else {}
         for digest in digests:
             if not self.view.assigned_replicas(digest):
-                chosen = together.get(digest, ()) if self._places_many else self._policy.assign(digest, fleet)
+                chosen = together.get(digest, ()) if self._batch_policy else self._policy.assign(digest, fleet)
                 if chosen:
                     self._set_assigned(digest, chosen)
                     self._add_replicas(digest)
@@ -168,7 +169,7 @@ class PlacementState:
 
     def rebalance(self, now_s: float) -> None:
         """Scale out the busiest adapter of each overloaded replica; scale in where demand is gone."""
-        self._changed_s = {digest: at_s for digest, at_s in self._changed_s.items() if now_s - at_s < DWELL_S}
+        self._last_change_s = {digest: at_s for digest, at_s in self._last_change_s.items() if now_s - at_s < DWELL_S}
         self._add_replicas_to_all(self._traffic_shares)
         self._scale_out(now_s)
         self._scale_in(now_s)
@@ -224,11 +225,11 @@ class PlacementState:
             active = self._replicas[replica_id].active
             for digest in sorted(active, key=lambda digest: -active[digest]):
                 assigned = self.view.assigned_replicas(digest)
-                is_due = digest not in self._changed_s or self._has_outgrown(digest, bound)
+                is_due = digest not in self._last_change_s or self._has_outgrown(digest, bound)
                 if replica_id in assigned and len(assigned) < len(self._replicas) and is_due:
                     is_recent = now_s - self._overloaded_s[replica_id] < SUSTAINED_OVERLOAD_S
                     if self._assign_more(digest, loads, bound, mean, with_room=is_recent):
-                        self._changed_s[digest] = now_s
+                        self._last_change_s[digest] = now_s
                     break
 
     def _assign_more(self, digest: str, loads: dict[str, float], bound: float, mean: float, *, with_room: bool) -> bool:
@@ -288,13 +289,13 @@ class PlacementState:
         self._peaks = {
             digest: max(self._num_active(digest), decay * self._peaks.get(digest, 0.0)) for digest in self._replicated
         }
-        for digest in sorted(self._replicated.difference(self._changed_s)):
+        for digest in sorted(self._replicated.difference(self._last_change_s)):
             assigned = self.view.assigned_replicas(digest)
             if len(assigned) > self._num_desired(digest):
                 num_remaining = max(self._num_desired(digest), len(assigned) // 2)
                 if self._peaks[digest] < OVERLOAD_MARGIN / 2 * num_remaining:
                     self._set_assigned(digest, assigned[:num_remaining])
-                    self._changed_s[digest] = now_s
+                    self._last_change_s[digest] = now_s
                     logger.info(
                         "adapter %s is no longer assigned to %s: its %d replicas had %.1f requests lately",
                         digest[:12], ", ".join(assigned[num_remaining:]), len(assigned), self._peaks[digest],

@@ -86,7 +86,7 @@ class PlacementView:
         return self._num_rows.get(digest, 0)
 
     @property
-    def usual_rows(self) -> float:
+    def mean_rows(self) -> float:
         """Mean number of rank rows of an adapter; 1 while none is known."""
         return self._total_rows / len(self._num_rows) if self._num_rows else 1.0
 
@@ -256,7 +256,7 @@ class UsableFleet:
     def num_rows_at(self, replica_id: str) -> int:
         known = [rows for rows in map(self._view.num_rows, self._view.assigned_adapters(replica_id)) if rows]
         num_unknown = self._view.num_assigned_to(replica_id) - len(known)
-        return round(sum(known) + num_unknown * self._view.usual_rows)
+        return round(sum(known) + num_unknown * self._view.mean_rows)
 
     def started_s(self, replica_id: str) -> float:
         return self._view.started_s(replica_id)
@@ -279,12 +279,8 @@ class Rendezvous:
         self._replica_ids = sorted(replica_ids)
         self._hashes = np.fromiter(map(_hash, self._replica_ids), np.uint64, len(self._replica_ids))
 
-    def order(self, digest: str) -> list[str]:
-        """All replicas by descending score of (digest, replica)."""
-        return [*self.preference_order(digest)]
-
     def preference_order(self, digest: str) -> Iterator[str]:
-        """The same lazily: the first few cost less than all."""
+        """All replicas by descending score of (digest, replica), lazily: the first few cost less than all."""
         scores = _mix(self._hashes ^ np.uint64(_hash(digest)))
         if len(scores) > 2 * _FIRST:
             first = np.argpartition(scores, -_FIRST)[-_FIRST:]

@@ -20,7 +20,7 @@ from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, alias_targets, aliases, name_condition
 from app.deployments.registry.event_log import NewEvent, record_audit, record_events
 from app.deployments.registry.feed.view import Entry, Key
-from app.deployments.registry.models import LIVE_STATES, AliasEntry, AliasTarget, AliasVersion
+from app.deployments.registry.models import LIVE_STATES, AliasEntry, AliasTarget, AliasVersion, not_found_error
 from app.engine.errors import InvalidRequest, ModelNotFound, NotFound
 from app.model_names import split_version
 from app.redaction import without_keys
@@ -40,7 +40,7 @@ class Aliases:
     """Every call is one transaction."""
 
     def __init__(self, database: Database, base_names: Collection[str] = ()) -> None:
-        """base_names: names of the base model, which an alias may point to."""
+        """base_names: names of the base model, which an alias may point to and no adapter may have."""
         self.base_names = frozenset(base_names)
         self._database = database
         self._base = database.base_digest
@@ -276,4 +276,4 @@ def _alias(row: Mapping[Any, Any], targets: tuple[AliasTarget, ...]) -> AliasEnt
 
 
 def _absent(name: str) -> NotFound:
-    return NotFound(f"there is no alias {without_keys(name)[:80]!r}; GET /v1/aliases lists them")
+    return not_found_error("alias", name, "; GET /v1/aliases lists them")

@@ -262,7 +262,11 @@ class Catalog:
 
     def is_used(self, digest: str) -> bool:
         """Whether any name means these contents."""
-        return bool(self._select(adapters.c.digest == digest))
+        query = select(adapters.c.name).where(
+            adapters.c.base_digest == self._base, adapters.c.digest == digest, adapters.c.state == State.LOADED
+        )
+        with self._database.read() as connection:
+            return connection.scalar(query.limit(1)) is not None
 
     def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
         """All generations of a name, newest first."""
@@ -293,7 +297,8 @@ class Catalog:
         if not moves:
             return
         with self._database.write() as connection:
-            rows = names_of_digests(connection, self._base, {move.digest for move in moves})
+            leaving = {move.digest for move in moves if move.leaves}
+            rows = names_of_digests(connection, self._base, {move.digest for move in moves}, leaving)
             new_events = [
                 NewEvent(
                     move.event,

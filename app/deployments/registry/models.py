@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 from app.config import MAX_DESCRIPTION_CHARS
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.combining.combination import is_combination
-from app.engine.errors import InvalidRequest, UnsafeSource
+from app.engine.errors import InvalidRequest, NotFound, UnsafeSource
 from app.engine.wire_format import message
+from app.redaction import without_keys
 
 DEFAULT_TENANT = "default"
 #: The model name for which the semantic router chooses an adapter.
@@ -222,10 +223,6 @@ class RegistryJob:
     defaults: str | None = field(default=None, kw_only=True)
 
     @property
-    def is_done(self) -> bool:
-        return self.state in FINAL_STATES
-
-    @property
     def request(self) -> LoadRequest:
         """The request of a load."""
         return LoadRequest(
@@ -289,6 +286,11 @@ def model_id(tenant_id: str, name: str) -> str:
     project's id and a colon, which no name contains.
     """
     return name if tenant_id == DEFAULT_TENANT else f"{tenant_id}:{name}"
+
+
+def not_found_error(what: str, id_: str, way_out: str = "") -> NotFound:
+    """Without the key that a client may have sent as an id: Ray stores and shows what an actor raises."""
+    return NotFound(f"there is no {what} {without_keys(id_)[:80]!r}{way_out}")
 
 
 def cannot_pin_error(name: str) -> InvalidRequest:

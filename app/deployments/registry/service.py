@@ -35,14 +35,14 @@ from app.deployments.registry.models import (
     RegistryJob,
     State,
     check_description,
+    not_found_error,
 )
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.background_tasks import Tasks, repeat
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import InvalidRequest, NotFound, NotReady
+from app.engine.errors import InvalidRequest, NotReady
 from app.model_names import check_name, is_name, split_version
-from app.redaction import without_keys
 
 #: How long the heartbeat waits for ingresses to receive new changes before it reports an older revision.
 _SETTLE_S = 0.5
@@ -64,10 +64,7 @@ class HostCache(Reader, Protocol):
 
 
 class RegistryService:
-    """One event loop; the database is called in threads. `events` come from the store's tiers.
-
-    `reserved_names`, the base model's, may be replaced.
-    """
+    """One event loop; the database is called in threads. `events` come from the store's tiers."""
 
     def __init__(
         self,
@@ -75,7 +72,6 @@ class RegistryService:
         store: HostCache,
         events: TierEvents,
         *,
-        reserved_names: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
         sweep: Callable[[Collection[str]], object] = lambda _: None,
     ) -> None:
@@ -84,7 +80,6 @@ class RegistryService:
         self._sweep = sweep
         self._store = store
         self._events = events
-        self.reserved_names = frozenset(reserved_names)
         self._moves = MoveWriter(registry.catalog.note_moves)
         self._last_used = LastUsed(registry.catalog.note_use)
         self.change_feed = ChangeFeed(registry, store.pin)
@@ -144,7 +139,7 @@ class RegistryService:
 
         A public alias may have the base model's name.
         """
-        if tenant_id != DEFAULT_TENANT or name not in self.reserved_names:
+        if tenant_id != DEFAULT_TENANT or name not in self._registry.aliases.base_names:
             self.check_name(name)
         return await self.change_feed.change(lambda: change(self._registry.aliases))
 
@@ -195,7 +190,7 @@ class RegistryService:
             return running
         job = await asyncio.to_thread(self._registry.jobs.get, job_id, tenant_id=tenant_id)
         if job is None:
-            raise NotFound(f"there is no job {without_keys(job_id)[:80]!r}")
+            raise not_found_error("job", job_id)
         return job
 
     def check_name(self, name: str) -> None:
@@ -205,7 +200,7 @@ class RegistryService:
             raise InvalidRequest(
                 f"model {AUTO!r} lets the service choose an adapter; choose another name", param="name"
             )
-        if name in self.reserved_names:
+        if name in self._registry.aliases.base_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
 
 
@@ -223,7 +218,7 @@ async def sync_loop(registry: Registry, change_feed: ChangeFeed, loads: LoadJobs
             beat = await _beat_to_completion(registry.stores.beat, max(settled, 0))
             await loads.adopt(beat.adopted)
 
-    await repeat(turn, POLL_INTERVAL_S, "following the registry's database")
+    await repeat(turn, POLL_INTERVAL_S, "following the registry's database", first_after_s=0.0)
 
 
 async def maintenance_loop(registry: Registry, last_used: LastUsed, sweep: Callable[[Collection[str]], object]) -> None:
@@ -238,7 +233,6 @@ async def maintenance_loop(registry: Registry, last_used: LastUsed, sweep: Calla
             trimmed_s = time.monotonic()
             await asyncio.to_thread(trim, registry.database)
 
-    await asyncio.sleep(WRITE_INTERVAL_S)
     await repeat(turn, WRITE_INTERVAL_S, "the registry's maintenance")
 
 

@@ -96,7 +96,7 @@ class MappedAdapters:
     def __init__(self, fetcher: AdapterFetcher) -> None:
         self._fetcher = fetcher
         self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()  # by digest, least recently used first
-        self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
+        self._fetching: dict[AdapterRef, asyncio.Task[LoraAdapter]] = {}
         self._tasks = Tasks()
 
     @property
@@ -123,18 +123,18 @@ class MappedAdapters:
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
         """Fetch and map an adapter. Raises what fetching raises.
 
-        One fetch per digest and source at a time: another tenant's source may fail while this one works.
+        One fetch per name and tenant at a time: another tenant's source may fail while this one works, and errors have
+        the name.
         """
-        key = (ref.digest, ref.uri)
-        task = self._fetching.get(key)
+        task = self._fetching.get(ref)
         if task is None:
-            task = self._fetching[key] = self._tasks.start(self._fetch_and_map(ref))
+            task = self._fetching[ref] = self._tasks.start(self._fetch_and_map(ref))
         return await asyncio.shield(task)
 
     async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
         try:
             adapter = await self._fetcher.fetch(ref)
         finally:
-            del self._fetching[ref.digest, ref.uri]
+            del self._fetching[ref]
         self.add(adapter)
         return adapter

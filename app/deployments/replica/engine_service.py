@@ -27,8 +27,8 @@ from app.deployments.rpc.uds_transport import FrameSocket
 from app.deployments.tenancy.usage.recorder import UsageRecorder
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
+from app.engine.engine_thread import EngineThread
 from app.engine.errors import EngineFailure, PolyloraError, QueueFull
-from app.engine.interface import RunningEngine
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.scheduling.fair_limiter import FairLimiter
 
@@ -69,7 +69,7 @@ class EngineService:
         self._clock = clock
         self._idle_s = idle_s
         self._is_draining = is_draining
-        self._engine: RunningEngine | None = None
+        self._engine: EngineThread | None = None
         self._loop = asyncio.get_running_loop()
         self._hub = FrameHub()
         self._waiting: dict[str, asyncio.Task[None]] = {}
@@ -84,12 +84,12 @@ class EngineService:
         self._requested_s: dict[str, float] = {}  # adapter digest -> its last request, oldest first
         self.changed = asyncio.Event()  # set when adapters may have moved; a report is due
 
-    def start(self, engine: RunningEngine) -> None:
+    def start(self, engine: EngineThread) -> None:
         """Serve this engine; its callback must be `on_step`."""
         self._engine = engine
 
     @property
-    def engine(self) -> RunningEngine:
+    def engine(self) -> EngineThread:
         assert self._engine is not None, "start() comes first"
         return self._engine
 
@@ -240,10 +240,10 @@ class EngineService:
         return ReplicaReport(replica_id, num_running, num_waiting, resident, active, last_used_s)
 
     def _wait_for_adapter(self, request: GenerateRequest, ref: AdapterRef) -> None:
-        """Fetch in the background. A request that resumes is accepted above the limit, as in the engine."""
+        """Fetch in the background. A resumed request is outside the limit, as in the engine."""
         try:
             is_resumed = bool(request.resume_token_ids)
-            gave_way = self._waiting_places.add(request.request_id, request.tenant_id, is_forced=is_resumed)
+            gave_way = [] if is_resumed else self._waiting_places.add(request.request_id, request.tenant_id)
         except QueueFull as error:
             self._fail(request.request_id, error)
             return

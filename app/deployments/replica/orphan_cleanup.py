@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from app.deployments.replica.engine_service import EngineService
@@ -33,7 +32,6 @@ class OrphanedAdapters:
 
     async def run(self) -> None:
         """Run `check` at intervals until cancelled."""
-        await asyncio.sleep(CHECK_INTERVAL_S)
         await repeat(self.check, CHECK_INTERVAL_S, "asking the registry which adapters are gone")
 
     async def check(self) -> None:

@@ -15,7 +15,7 @@ from app.deployments.replica.adapter_fetcher import AdapterFetcher
 from app.deployments.replica.engine_service import EngineService
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_client import LongPollValue
-from app.engine.interface import RunningEngine
+from app.engine.engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
 #: How often a pinned adapter that could not be loaded is retried.
@@ -27,7 +27,7 @@ class PinController:
 
     def __init__(
         self,
-        engine: RunningEngine,
+        engine: EngineThread,
         adapters: AdapterFetcher,
         service: EngineService,
     ) -> None:

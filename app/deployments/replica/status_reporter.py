@@ -19,7 +19,7 @@ from app.deployments.replica.engine_service import EngineService
 from app.deployments.rpc.background_tasks import LogOnce, Tasks, wait_for_event
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared_adapter import SharedAdapter
-from app.engine.interface import RunningEngine
+from app.engine.engine_thread import EngineThread
 from app.engine.stats import EngineStats, TenantService
 
 #: Shortest time between reports.
@@ -50,7 +50,7 @@ class StatusReporter:
     def __init__(
         self,
         replica_id: str,
-        engine: RunningEngine,
+        engine: EngineThread,
         service: EngineService,
         placement: PlacementService,
         store: StoreService[SharedAdapter],

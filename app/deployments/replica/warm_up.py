@@ -20,8 +20,8 @@ from app.deployments.store.shared_adapter import SharedAdapter
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.config import EngineConfig
+from app.engine.engine_thread import EngineThread
 from app.engine.errors import AdapterError, NotReady
-from app.engine.interface import RunningEngine
 from app.engine.pools.adapter_pool import rows_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class WarmUp:
 
     def __init__(
         self,
-        engine: RunningEngine,
+        engine: EngineThread,
         config: EngineConfig,
         adapters: AdapterFetcher,
         store: StoreService[SharedAdapter],
@@ -138,7 +138,7 @@ def hottest_that_fit(
 
 
 async def load_adapters(
-    engine: RunningEngine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]], count_load: CountLoad | None = None
+    engine: EngineThread, adapters: Sequence[tuple[AdapterRef, LoraAdapter]], count_load: CountLoad | None = None
 ) -> list[tuple[AdapterRef, Exception]]:
     """Make `adapters` resident; they are given hottest first and loaded in reverse, so the hottest is evicted last.
 

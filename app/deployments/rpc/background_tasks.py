@@ -77,9 +77,15 @@ def backoff_s(first_s: float, max_s: float, factor: float = 2.0) -> Iterator[flo
         wait_s = min(factor * wait_s, max_s)
 
 
-async def repeat(turn: Callable[[], Awaitable[object]], interval_s: float, what: str) -> None:
-    """Call `turn` at intervals until cancelled, whatever it raises; `what` names it in the log."""
+async def repeat(
+    turn: Callable[[], Awaitable[object]], interval_s: float, what: str, *, first_after_s: float | None = None
+) -> None:
+    """Call `turn` at intervals until cancelled, whatever it raises; `what` names it in the log.
+
+    The first call is after `first_after_s`, by default an interval.
+    """
     log = LogOnce(what)
+    await asyncio.sleep(interval_s if first_after_s is None else first_after_s)
     while True:
         try:
             await turn()

@@ -34,6 +34,7 @@ class LongPollClient(Generic[T]):
         self._watch = watch
         self._watcher_id = watcher_id
         self._version: Version | None = None
+        self._changed = asyncio.Event()
         self._log = LogOnce(f"{type(self).__name__} keeps its last state")
 
     async def follow(self) -> None:
@@ -42,7 +43,7 @@ class LongPollClient(Generic[T]):
             try:
                 update = await self._watch(self._version, self._watcher_id, WATCH_TIMEOUT_S)
                 if update is not None:
-                    self._apply_or_reset(*update)
+                    self.apply(*update)
                 self._on_answer()
             except Exception as error:  # a failing owner must not end its clients
                 self._log.on_error(error)
@@ -50,17 +51,25 @@ class LongPollClient(Generic[T]):
             else:
                 self._log.on_recovery()
 
-    def _on_answer(self) -> None:
-        """Called when the owner has answered and the answer, if it had changes, was applied."""
-
-    def _apply_or_reset(self, version: Version, update: T) -> None:
+    def apply(self, version: Version, update: T) -> None:
+        """Apply an update of the owner."""
         try:
-            self._apply(version, update)
+            self._apply(update)
         except Exception:
             self._version = None  # it may be applied in part: the next answer must be complete
             raise
+        self._version = version
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    def _apply(self, version: Version, update: T) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait for an update, at most this long."""
+        await wait_for_event(self._changed, timeout_s)
+
+    def _on_answer(self) -> None:
+        """Called when the owner has answered and the answer, if it had changes, was applied."""
+
+    def _apply(self, update: T) -> None:
         raise NotImplementedError
 
 
@@ -69,26 +78,16 @@ class LongPollValue(LongPollClient[T]):
 
     def __init__(self, watch: Watch[T], watcher_id: str, empty: T) -> None:
         super().__init__(watch, watcher_id)
-        self._changed = asyncio.Event()
         self.value = empty
 
-    def apply(self, version: Version, value: T) -> None:
-        """Apply a value that arrived otherwise (as the answer to a query); an older one is ignored."""
-        if (
-            self._version is not None
-            and self._version.epoch == version.epoch
-            and self._version.number >= version.number
-        ):
-            return
-        self._version, self.value = version, value
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def apply(self, version: Version, update: T) -> None:
+        """Apply a value, which may have arrived otherwise (as the answer to a query); an older one is ignored."""
+        known = self._version
+        if known is None or known.epoch != version.epoch or known.number < version.number:
+            super().apply(version, update)
 
-    async def wait_for_change(self, timeout_s: float) -> None:
-        await wait_for_event(self._changed, timeout_s)
-
-    def _apply(self, version: Version, update: T) -> None:
-        self.apply(version, update)
+    def _apply(self, update: T) -> None:
+        self.value = update
 
 
 class TableSync(Generic[K, V]):

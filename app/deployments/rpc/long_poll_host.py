@@ -97,15 +97,15 @@ class _Publisher:
     async def _wait(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
         """Whether there is something the watcher does not have; waits for it."""
         if known is None:
-            return await self._wait_for_news(known, watcher_id, timeout_s)
+            return await self._wait_for_change(known, watcher_id, timeout_s)
         poll = self._known[watcher_id] = (known, self._now_s() + timeout_s + WATCHER_GRACE_S)
         try:
-            return await self._wait_for_news(known, watcher_id, timeout_s)
+            return await self._wait_for_change(known, watcher_id, timeout_s)
         finally:  # answered, or cancelled because the watcher is gone
             if self._known.get(watcher_id) is poll:  # otherwise it has polled again
                 self._known[watcher_id] = (known, self._now_s() + WATCHER_GRACE_S)
 
-    async def _wait_for_news(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
+    async def _wait_for_change(self, known: Version | None, watcher_id: str, timeout_s: float) -> bool:
         is_current = known is not None and (known.epoch, known.number) == (self._version.epoch, self._version.number)
         if is_current and not await wait_for_event(self._changed, timeout_s):
             return False

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray._common.tls_utils import add_port_to_grpc_server
-from ray._private import worker
+from ray._private import ray_constants, worker
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.state import state
 from ray.core.generated import gcs_pb2
@@ -80,6 +80,15 @@ def end_serve() -> None:
             ray.get(shut_down.remote(), timeout=SHUTDOWN_TIMEOUT_S)
 
 
+def ended_process() -> str | None:
+    """The GCS or the raylet of a Ray that was started here, if it has ended: Serve then waits for it without end."""
+    node: Any = worker._global_node
+    for kind in (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET):
+        if node is not None and any(each.process.poll() is not None for each in node.all_processes.get(kind, ())):
+            return kind
+    return None
+
+
 def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
     """Run the handle's router in this event loop, which saves a hop between threads per frame.
 
@@ -142,11 +151,11 @@ def is_replica_draining() -> bool:
 
 
 class ActorLocation(NamedTuple):
-    """A live or pending actor; `node_id` is empty until it has a process."""
+    """A live or pending actor; `node_id` is None until it has a process."""
 
     name: str
-    resources: dict[str, float]
-    node_id: str
+    resources: Mapping[str, float]
+    node_id: str | None
 
 
 def actor_locations() -> list[ActorLocation]:
@@ -157,7 +166,7 @@ def actor_locations() -> list[ActorLocation]:
         ActorLocation(
             row.name or row.class_name,
             dict(row.required_resources),
-            row.address.node_id.hex() if row.address.worker_id else "",
+            row.address.node_id.hex() if row.address.worker_id else None,
         )
         for row in rows
         if row.state != gcs_pb2.ActorTableData.DEAD  # type: ignore[attr-defined]

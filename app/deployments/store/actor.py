@@ -40,14 +40,14 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")
         from app.deployments.object_storage.storage import Storage
-        from app.deployments.store.factory import OpenStore  # slow to import
+        from app.deployments.store.factory import ConfiguredStore  # slow to import
         from app.deployments.tenancy.metrics import AdapterGauges, TenantGauges
         from app.deployments.tenancy.tenant_store import TenantStore
 
         adapters = AdapterStatsTable(time.time)
         counts = TierMetrics(adapters.record_load)
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        parts = OpenStore(AppConfig.model_validate_json(config_json), _put, _get, counts, actor=actor_id).parts
+        parts = ConfiguredStore(AppConfig.model_validate_json(config_json), _put, _get, counts, actor=actor_id).parts
         super().__init__(parts, self._keep_alive)
         self._tenants = TenantsService(TenantStore(parts.registry.database), self._keep_alive, adapters=adapters)
         self._storage = StorageService(lambda: Storage(parts.registry.database))

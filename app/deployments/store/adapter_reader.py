@@ -35,11 +35,11 @@ from app.deployments.store.sources.source_resolution import (
 )
 from app.deployments.store.sources.urls import UrlFetcher
 from app.deployments.store.tier_counters import TierCounters
-from app.engine.adapters.adapter_chat import AdapterTokenizerCache
+from app.engine.adapters.adapter_chat import AdapterTokenizerDedup
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
+from app.engine.adapters.bounded_files import ReadLimits
 from app.engine.adapters.combining.combination import Combination
-from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits
 from app.engine.adapters.sandbox.validator import Validator, files_identity
@@ -76,12 +76,12 @@ class AdapterReader:
         *,
         signatures: bool = False,
         base_copies: BaseWeightDedup | None = None,
-        texts: AdapterTokenizerCache | None = None,
+        tokenizer_dedup: AdapterTokenizerDedup | None = None,
         source_timeout_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`signatures`: whether `from_source` checks signatures. `base_copies` and `texts` drop what equals the base
-        model's. `source_timeout_s`: how long a local folder's file system may take.
+        """`signatures`: whether `from_source` checks signatures. `base_copies` and `tokenizer_dedup` drop what equals
+        the base model's. `source_timeout_s`: how long a local folder's file system may take.
         """
         self._clock = clock
         self._sources = sources
@@ -91,7 +91,7 @@ class AdapterReader:
         self.counts = counts
         self._signatures = signatures
         self._base_copies = base_copies
-        self._texts = texts
+        self._tokenizer_dedup = tokenizer_dedup
         self._events = events
         self._folders = FolderTimeout(source_timeout_s)
 
@@ -200,8 +200,8 @@ class AdapterReader:
         packed = self._validator.read(path, self._spec)
         if self._base_copies is not None:
             packed = self._base_copies.without_copies_packed(packed)
-        if self._texts is not None:
-            packed = self._texts.strip_base_packed(packed)
+        if self._tokenizer_dedup is not None:
+            packed = self._tokenizer_dedup.strip_base_packed(packed)
         # The size of a resized vocabulary is in the text, too, and comes from the weights.
         if self._signatures and any(AdapterTokenizer.from_json(packed.card.text)._replace(vocab_size=0)):
             raise AdapterUntrusted(
@@ -249,7 +249,7 @@ def open_adapter_reader(
         events,
         signatures=config.signing.trust.is_enabled,
         base_copies=BaseWeightDedup(checkpoint, supported_features),
-        texts=AdapterTokenizerCache(lambda: load_tokenizer(checkpoint.tokenizer_source), spec),
+        tokenizer_dedup=AdapterTokenizerDedup(lambda: load_tokenizer(checkpoint.tokenizer_source), spec),
         source_timeout_s=config.source_timeout_s,
     )
 

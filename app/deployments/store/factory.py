@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 H = TypeVar("H")
 
 
-class OpenStore(Generic[H]):
-    """Opens the base model's description, the registry, the disk tier and the sources."""
+class ConfiguredStore(Generic[H]):
+    """The store's parts, opened with the base model's description, and the settings that they work with."""
 
     def __init__(
         self,
@@ -85,10 +85,7 @@ class OpenStore(Generic[H]):
             trusted=adapters.signing.trust,
             get=get,
         )
-        names = (config.model.name,)
-        self._registry_service = RegistryService(
-            self._registry, self._store, self._events, reserved_names=names, sweep=self._uploads.sweep
-        )
+        self._registry_service = RegistryService(self._registry, self._store, self._events, sweep=self._uploads.sweep)
         self._auto_registration = AutoRegistration(
             self._registry,
             self._store,
@@ -106,9 +103,9 @@ class OpenStore(Generic[H]):
             self._store,
             self._preloader,
             lazy_registrations,
-            self.apply_settings,
             self._auto_registration,
             self._uploads,
+            self.apply_settings,
         )
 
     async def apply_settings(self, settings: str) -> None:
@@ -131,9 +128,7 @@ class OpenStore(Generic[H]):
                     trusted=adapters.signing.trust,
                 )
                 self._auto_registration.reconfigure(resolver_settings)
-                names = frozenset((config.model.name,))
-                self._registry.reconfigure(PinLimits.of(config), names)
-                self._registry_service.reserved_names = names
+                self._registry.reconfigure(PinLimits.of(config), (config.model.name,))
                 self._settings = settings
                 self._preloader.configure(adapters.preload, _roots(adapters))
                 logger.info("the store has applied new settings")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff
+from app.deployments.registry.jobs.failure_backoff import Failure, FailureBackoff, failure_reason
 from app.deployments.registry.models import ReadAdapter
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.rpc.background_tasks import Tasks
@@ -38,7 +38,6 @@ from app.engine.errors import (
     AdapterTooLarge,
     AdapterUntrusted,
     CombinationError,
-    PolyloraError,
 )
 
 T = TypeVar("T")
@@ -96,10 +95,6 @@ class HostAdapterCache(Generic[T]):
         self._trusted = trusted
         self.counts = counts or TierCounters()
         self._events = events
-
-    @property
-    def cached_bytes(self) -> int:
-        return self._cache.total_bytes
 
     @property
     def cached_digests(self) -> tuple[str, ...]:
@@ -275,8 +270,7 @@ class HostAdapterCache(Generic[T]):
                 )
         except Exception as error:
             if key in self._requested and not isinstance(error, CombinationError):
-                reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
-                self._backoff.record_failure(key, reason)
+                self._backoff.record_failure(key, failure_reason(error))
                 self._events.on_move("failed to read", ref.digest)
                 self._record_error(key, error)
             raise

@@ -94,11 +94,6 @@ class ReadDemand:
         self._tasks = Tasks()
         self._watch: asyncio.Task[None] | None = None
 
-    @property
-    def sources(self) -> frozenset[str]:
-        """The sources that are being read or are queued."""
-        return frozenset(self._reading)
-
     def ask(self, source: str) -> None:
         """A caller that polls needs this source."""
         self._last_asked_s[source] = self._clock()

@@ -35,7 +35,7 @@ from app.deployments.registry.pins import Pins
 from app.deployments.rpc.actor_proxy import remote_method
 from app.deployments.rpc.background_tasks import Tasks
 from app.deployments.rpc.long_poll_host import Changes, Version
-from app.deployments.store.tier_counters import TIERS, Tier
+from app.deployments.store.tier_counters import STORE_TIERS, Tier
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterQuarantined, CombinationError, NotReady, PolyloraError
 from app.logging import LogEvent
@@ -73,16 +73,16 @@ def store_method(method: M) -> M:
 
 
 class StoreParts(NamedTuple, Generic[H]):
-    """The parts of the store (`factory.OpenStore`). `apply_settings` applies other settings, given as JSON."""
+    """The parts of the store (`factory.ConfiguredStore`). `apply_settings` applies other settings, given as JSON."""
 
     registry: Registry
     registry_service: RegistryService
     host_cache: HostAdapterCache[H]
     preloader: Preloader
     lazy_registrations: LazyRegistrations
-    apply_settings: Callable[[str], Awaitable[None]] | None = None
-    auto_registration: AutoRegistration | None = None
-    uploads: Uploads | None = None
+    auto_registration: AutoRegistration
+    uploads: Uploads
+    apply_settings: Callable[[str], Awaitable[None]]
 
 
 class StoreService(Generic[H]):
@@ -93,6 +93,7 @@ class StoreService(Generic[H]):
         self._registry = parts.registry
         self._registry_service = parts.registry_service
         self._host_cache = parts.host_cache
+        self._uploads = parts.uploads
         self.on_call = on_call
         self._num_waiting = 0
         self._prefetching = Tasks()
@@ -104,7 +105,7 @@ class StoreService(Generic[H]):
         Done once however many ingresses call. Raises what makes an adapter fail, and ConfigError for invalid settings.
         """
         self._registry_service.start()
-        if settings is not None and self._parts.apply_settings is not None:
+        if settings is not None:
             await self._parts.apply_settings(settings)
         await self._parts.preloader.preload()
 
@@ -136,8 +137,7 @@ class StoreService(Generic[H]):
     @store_method
     async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
         """Look up an unregistered name; True once every ingress serves it. Raises what reading raises."""
-        auto_registration = self._parts.auto_registration
-        return auto_registration is not None and await auto_registration.resolve(name, tenant_id=tenant_id, who=who)
+        return await self._parts.auto_registration.resolve(name, tenant_id=tenant_id, who=who)
 
     @store_method
     async def begin_upload(self, request: LoadRequest, config: bytes) -> str:
@@ -167,11 +167,6 @@ class StoreService(Generic[H]):
     async def discard_upload(self, upload_id: str) -> None:
         """Remove an upload that will not be completed."""
         await asyncio.to_thread(self._uploads.discard, upload_id)
-
-    @property
-    def _uploads(self) -> Uploads:
-        assert self._parts.uploads is not None, "only a store with a folder for uploads is called"
-        return self._parts.uploads
 
     @store_method
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[UnloadResult, CatalogEntry | None]:
@@ -251,7 +246,7 @@ class StoreService(Generic[H]):
             name, tenant_id, lambda aliases: aliases.remove(name, tenant_id=tenant_id, who=who)
         )
 
-    @remote_method
+    @store_method
     async def alias_versions(self, name: str, *, tenant_id: str) -> list[AliasVersion]:
         """All versions of an alias, newest first. Raises NotFound."""
         return await asyncio.to_thread(self._registry.aliases.versions, name, tenant_id=tenant_id)
@@ -306,7 +301,7 @@ class StoreService(Generic[H]):
     @store_method
     async def stats(self) -> dict[Tier, dict[str, float]]:
         """The counters of the store's tiers."""
-        return {tier: self._host_cache.counts.of(tier) for tier in TIERS}
+        return {tier: self._host_cache.counts.of(tier) for tier in STORE_TIERS}
 
     @store_method
     async def host_digests(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 Tier = Literal["device", "host", "disk", "source"]
 #: The tiers of the store's process.
-TIERS: tuple[Tier, ...] = ("host", "disk", "source")
+STORE_TIERS: tuple[Tier, ...] = ("host", "disk", "source")
 
 
 class TierCounters:

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -43,7 +44,8 @@ class _Arriving:
 
 
 class Uploads:
-    """One folder of one process. `clock` gives monotonic seconds; `max_bytes` limits all uploads together."""
+    """One process's; those of services that share a registry on one machine share the folder. `clock` gives monotonic
+    seconds; `max_bytes` limits the uploads that this process knows together."""
 
     def __init__(self, root: Path, max_bytes: int, clock: Callable[[], float]) -> None:
         self.root = root
@@ -54,9 +56,7 @@ class Uploads:
         self._loading: Counter[str] = Counter()  # digests that are being loaded, with their number of loads
         self._unreferenced_s: dict[str, float] = {}  # digest -> when it was first seen unreferenced
         root.mkdir(parents=True, exist_ok=True)
-        for partial in root.glob(f"*{_PART}"):  # of a process that ended while it wrote
-            shutil.rmtree(partial)
-        self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir()}
+        self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir() if folder.suffix != _PART}
 
     def begin(self, config: bytes, tenant_id: str) -> str:
         """Start an upload with its adapter_config.json; its id. Raises AdapterTooLarge, QueueFull."""
@@ -101,9 +101,8 @@ class Uploads:
                     with (upload.folder / name).open("rb") as file:
                         os.fsync(file.fileno())
                 with self._lock:
-                    if digest not in self._size_bytes:
-                        upload.folder.rename(self.root / digest)
-                        self._size_bytes[digest] = upload.size_bytes
+                    self._publish(upload.folder, digest)
+                    self._size_bytes[digest] = upload.size_bytes
             self.discard(upload_id)
             yield UPLOADED + digest
         finally:
@@ -124,8 +123,12 @@ class Uploads:
         now_s = self._clock()
         with self._lock:
             late = [upload_id for upload_id, each in self._arriving.items() if now_s - each.used_s >= ARRIVAL_S]
+            own = {each.folder for each in self._arriving.values()}
         for upload_id in late:
             self.discard(upload_id)
+        for folder in self.root.glob(f"*{_PART}"):
+            if folder not in own and _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             unreferenced = [digest for digest in self._size_bytes if UPLOADED + digest not in referenced]
             unreferenced = [digest for digest in unreferenced if digest not in self._loading]
@@ -186,6 +189,13 @@ class Uploads:
                 retry_after_s=5,
             ) from error
 
+    def _publish(self, arrived: Path, digest: str) -> None:
+        try:
+            arrived.rename(self.root / digest)
+        except OSError:  # the same files came before, perhaps through another service
+            if not (self.root / digest).is_dir():
+                raise
+
     def _remove(self, digest: str) -> None:
         shutil.rmtree(self.root / digest, ignore_errors=True)
         del self._size_bytes[digest]
@@ -202,3 +212,10 @@ def _digest(folder: Path) -> str:
 
 def _size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _is_abandoned(partial: Path) -> bool:
+    """Whether no part has arrived for `ARRIVAL_S`: its process has ended, for every process discards its own."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - max(file.stat().st_mtime for file in (partial, *partial.iterdir())) >= ARRIVAL_S
+    return False

@@ -17,8 +17,9 @@ from sqlalchemy import ColumnElement, Connection, Table, insert, select, update
 
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tenant_tables import projects, tenant_audit, tenant_revisions
-from app.engine.errors import InvalidRequest, NotFound
-from app.redaction import holds_key, without_keys
+from app.deployments.registry.models import not_found_error
+from app.engine.errors import InvalidRequest
+from app.redaction import holds_key
 
 
 class AuditedTransaction:
@@ -91,10 +92,6 @@ def audited_transaction(database: Database, actor: str) -> Iterator[AuditedTrans
 def new_id(prefix: str) -> str:
     """A globally unique id: proj_..., key_..., svc_acct_..."""
     return f"{prefix}_{secrets.token_hex(12)}"
-
-
-def not_found_error(what: str, row_id: str) -> NotFound:
-    return NotFound(f"there is no {what} {without_keys(row_id)[:64]!r}")
 
 
 def checked_name(name: str, what: str) -> str:

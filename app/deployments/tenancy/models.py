@@ -17,6 +17,8 @@ from app.engine.wire_format import message
 Role = Literal["member", "inference", "management"]
 #: Default and largest page of lists of projects, keys and accounts.
 DEFAULT_PAGE, LARGEST_PAGE = 20, 100
+#: A rate limit of this number or more limits nothing: OpenAI's API and clients cannot say "none".
+UNLIMITED = 2**31 - 1
 
 
 @message

@@ -30,7 +30,7 @@ from app.deployments.tenancy.models import (
     TenantRow,
 )
 from app.deployments.tenancy.quota.leases import LeaseGrant, LeaseRequest, QuotaService
-from app.deployments.tenancy.quota.limits import LimitKey, monotonic_unix_clock
+from app.deployments.tenancy.quota.limits import LimitKey, limit_of, monotonic_unix_clock
 from app.deployments.tenancy.usage.adapter_stats import Activity, ActivityKey, ActivityStats, AdapterStatsTable
 from app.deployments.tenancy.usage.flusher import Row
 from app.deployments.tenancy.usage.queries import UsageBucket, UsageQuery
@@ -321,10 +321,11 @@ class TenantsService:
 
     def _publish(self, changed: Mapping[TenantKey, TenantRow | None]) -> None:
         for place, row in changed.items():
-            if row is None:
-                self._rows.pop(place, None)
-            else:
+            before = self._rows.pop(place, None)
+            if row is not None:
                 self._rows[place] = row
+            if isinstance(before, Tenant) and isinstance(row, Tenant) and not _counts_spend(before):
+                self._quota_service.forget_spend(row.id)
         self.table.publish(changed)
 
     async def _sync_loop(self) -> None:
@@ -336,6 +337,11 @@ class TenantsService:
                 await self._quota_service.reconcile(self._clock())
             except NotReady as error:
                 logger.warning("%s; keeping the tenants as they were", error)
+
+
+def _counts_spend(tenant: Tenant) -> bool:
+    """Whether all that a tenant spends is counted against a limit while it is spent."""
+    return tenant.enforce and limit_of(tenant.limits, LimitKey(tenant.id, "spend")) is not None
 
 
 def _rows_of(result: object) -> dict[TenantKey, TenantRow]:

@@ -8,9 +8,8 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,6 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.features import (
+    ACTIVATED,
+    DORA,
+    EMBEDDING_LORA,
+    LM_HEAD_LORA,
+    LORA_BIAS,
+    RESIZED,
+    SCORE_HEAD,
+    TRAINED_BIASES,
+    TRAINED_EMBEDDING,
+    TRAINED_LINEAR,
+    TRAINED_LM_HEAD,
+    TRAINED_NORMS,
+    TRAINED_TOKEN_ROWS,
+)
 from app.engine.errors import AdapterMismatch
 
 #: The type of matrices that take two bytes per value.
@@ -71,37 +85,6 @@ class TokenRows(NamedTuple):
     rows: NDArray[np.float32]
 
 
-#: Applies from its invocation tokens on (`app.engine.adapters.card`); needs no other arithmetic, only shorter runs.
-ACTIVATED = "activated LoRA"
-#: Has embedding and output matrices of another number of rows than the base's.
-RESIZED = "a resized vocabulary"
-#: Classifies or ranks texts instead of generating (`app.engine.adapters.score_head`).
-SCORE_HEAD = "a score head"
-
-#: What an adapter may have beyond plain LoRA on the layers, worded as in error messages.
-FEATURES = frozenset(
-    {
-        "DoRA",
-        "lora_bias",
-        "embedding LoRA",
-        "lm_head LoRA",
-        "trained biases",
-        "trained norms",
-        "trained embedding",
-        "trained lm_head",
-        "trained linear weights",
-        "trained token rows",
-        ACTIVATED,
-        SCORE_HEAD,
-        RESIZED,
-    }
-)
-
-
-#: Features that may turn out to be unneeded: PEFT also saves unchanged embedding and output matrices.
-MAY_BE_COPIES = frozenset({"trained embedding", "trained lm_head"})
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """A validated adapter: its card, one `LoraPair` per target module, and its extra weights.
@@ -126,17 +109,6 @@ class LoraAdapter:
     scales: Mapping[LoraKey, float] = field(default_factory=dict)
     outer_scales: Mapping[str, float] = field(default_factory=dict)
 
-    def check_modules(self, targets: Container[str], num_layers: int) -> None:
-        """Raise AdapterMismatch for a module that a decoder with `num_layers` dense layers does not have."""
-        for layer, target, expert in self.weights:
-            if target not in targets or expert is not None or layer >= num_layers:
-                raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
-
-    def to_float32(self) -> LoraAdapter:
-        """The same adapter with every matrix in float32."""
-        pairs = {key: LoraPair(to_float32(a), to_float32(b)) for key, (a, b) in self.weights.items()}
-        return replace(self, weights=MappingProxyType(pairs))
-
     @property
     def is_zero(self) -> bool:
         """Whether it changes nothing at all: every product of a pair has a factor of zeros, and there is nothing else.
@@ -150,20 +122,25 @@ class LoraAdapter:
 
     @property
     def features(self) -> frozenset[str]:
-        """The `FEATURES` that an engine must apply for this adapter's output to be right."""
-        found = {f"{'embedding' if name == 'embed_tokens' else name} LoRA" for name in self.outer}
+        """What an engine must apply for this adapter's output to be right (`app.engine.adapters.features`)."""
+        found = {EMBEDDING_LORA if name == "embed_tokens" else LM_HEAD_LORA for name in self.outer}
         found |= {_replaced_feature(name) for name in self.replaced}
         if self.magnitudes:
-            found.add("DoRA")
+            found.add(DORA)
         if self.delta_biases:
-            found.add("lora_bias")
+            found.add(LORA_BIAS)
         if self.token_rows:
-            found.add("trained token rows")
+            found.add(TRAINED_TOKEN_ROWS)
         if self.card.invocation_tokens:
             found.add(ACTIVATED)
         if self.card.vocab_size:
             found.add(RESIZED)
         return frozenset(found)
+
+
+def unknown_module(key: LoraKey) -> AdapterMismatch:
+    """The error of an adapter with a module that the engine's model does not have."""
+    return AdapterMismatch(f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}")
 
 
 def check_features(adapter: LoraAdapter, supported_features: frozenset[str]) -> None:
@@ -180,9 +157,7 @@ def _replaced_feature(name: str) -> str:
     if name.startswith(("score.", "classifier.")):
         return SCORE_HEAD
     if kind == "bias":
-        return "trained biases"
+        return TRAINED_BIASES
     if module.endswith("norm"):
-        return "trained norms"
-    return {"model.embed_tokens": "trained embedding", "lm_head": "trained lm_head"}.get(
-        module, "trained linear weights"
-    )
+        return TRAINED_NORMS
+    return {"model.embed_tokens": TRAINED_EMBEDDING, "lm_head": TRAINED_LM_HEAD}.get(module, TRAINED_LINEAR)

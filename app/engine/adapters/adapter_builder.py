@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import (
     BFLOAT16,
-    MAY_BE_COPIES,
     LoraAdapter,
     LoraKey,
     LoraPair,
@@ -28,10 +27,11 @@ from app.engine.adapters.adapter import (
     to_float32,
 )
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.bounded_files import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extra_weights import extra_bytes
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
-from app.engine.adapters.modules import ENCODER_FEATURES, OUTER_MODULES, Module, layer_modules
+from app.engine.adapters.features import ENCODER_FEATURES, MAY_BE_COPIES
+from app.engine.adapters.modules import OUTER_MODULES, Module, layer_modules
 from app.engine.adapters.raw_adapter import EMBEDDING_PATH, RawAdapter, RawModule, RawTensor, content_digest
 from app.engine.adapters.score_head import check_head, check_whole, is_head, num_labels
 from app.engine.adapters.strict_json import short

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.bounded_files import DEFAULT_LIMITS
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.limits import DEFAULT_LIMITS
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest
@@ -68,7 +68,7 @@ def tool_template(tokenizer: Tokenizer, own: AdapterTokenizer) -> str | None:
     return own.chat_template or tokenizer.tool_template
 
 
-class AdapterTokenizerCache:
+class AdapterTokenizerDedup:
     """Removes from adapters' cards what equals the base's tokenizer. Thread-safe; `load` runs once, when first
     needed.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from app.engine.adapters.limits import ReadLimits, open_plain_file, read_bounded, reading
+from app.engine.adapters.bounded_files import ReadLimits, adapter_read_errors, open_plain_file, read_bounded
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge, CheckpointError
 from app.engine.models.tokenizers.tokenizer import TOKEN_FLAGS, NewToken
@@ -84,7 +84,8 @@ class AdapterTokenizer(NamedTuple):
         """The opposite of `to_json`. Raises AdapterFormatError."""
         if not text:
             return cls(None, {}, {})
-        found = {"generation": {}, "vocab_size": 0} | parse_object(text.encode(), "the adapter's text")
+        what = "metadata 'text' of the adapter's card"
+        found = {"generation": {}, "vocab_size": 0} | parse_object(text.encode(), what)
         template, special, added, generation, vocab_size = (found.get(name) for name in cls._fields)
         if (
             set(found) != set(cls._fields)
@@ -95,7 +96,10 @@ class AdapterTokenizer(NamedTuple):
             or type(vocab_size) is not int
             or not 0 <= vocab_size < 2**31
         ):
-            raise AdapterFormatError(f"the adapter's text is {short(text)}; write it with `polylora convert`")
+            raise AdapterFormatError(
+                f"{what} is {short(text)}, not the JSON of a chat template, added tokens and generation defaults; "
+                "write the card with `polylora convert`"
+            )
         tokens = {token: NewToken(token_id, tuple(flags)) for token, (token_id, flags) in added.items()}
         return cls(template, special, tokens, _generation(generation), vocab_size)
 
@@ -107,7 +111,7 @@ class AdapterTokenizer(NamedTuple):
 
 #: `AdapterTokenizer.from_json` for the texts of registered adapters, which every request of theirs needs; the last ones
 #: are kept.
-parsed_text = lru_cache(256)(AdapterTokenizer.from_json)
+cached_adapter_tokenizer = lru_cache(256)(AdapterTokenizer.from_json)
 
 
 def read_adapter_tokenizer(folder: Path, limits: ReadLimits) -> AdapterTokenizer:
@@ -260,7 +264,7 @@ def _leading_added_tokens(path: Path, limits: ReadLimits) -> list[Any]:
     """The added tokens at the start of a tokenizer.json; the vocabulary is not read."""
     if not os.path.lexists(path):
         return []
-    with reading(path), open_plain_file(path) as file:
+    with adapter_read_errors(path), open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limits.max_weight_bytes:
             raise AdapterFormatError(f"'{path.name}' has {size} bytes; is it a tokenizer?")

@@ -82,7 +82,7 @@ class BaseWeights(Protocol):
         ...
 
 
-def plan(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> tuple[ExtraWeight, ...]:
+def extra_weights(adapter: LoraAdapter, spec: ModelSpec, base: BaseWeights) -> tuple[ExtraWeight, ...]:
     """All extra weights of the adapter; () for plain LoRA."""
     if not adapter.features:
         return ()
@@ -103,7 +103,7 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
         rows = {name: rows for name, rows in adapter.token_rows.items() if name != "embed_tokens"}
         adapter = replace(adapter, token_rows=rows)
     total = expert_bytes(adapter, spec)
-    for part in plan(adapter, spec, _NoValues(spec)):
+    for part in extra_weights(adapter, spec, _NoValues(spec)):
         shape = list(part.values.shape)
         if part.kind in _PADDED_AXES:
             axis = _PADDED_AXES[part.kind]

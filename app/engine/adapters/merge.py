@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, to_float32
+from app.engine.adapters.features import MERGEABLE_FEATURES
 from app.engine.adapters.modules import Module, layer_modules
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import Checkpoint
@@ -26,9 +27,6 @@ from app.engine.models.hf.safetensors_folder import read_tensors, stored_tensors
 from app.engine.models.moe_weight_layouts import canonical_module
 from app.engine.models.weight_names import expected_tensors
 from app.kernels.dora.reference import dora_scale
-
-#: Features that a merged folder can represent; the others need tensors that the base lacks.
-MERGED = frozenset({"DoRA", "lora_bias", "trained norms", "trained biases", "trained linear weights"})
 
 
 def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
@@ -81,7 +79,7 @@ def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoin
 
 
 def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[str]) -> None:
-    unsupported = sorted(adapter.features - MERGED)
+    unsupported = sorted(adapter.features - MERGEABLE_FEATURES)
     if unsupported:
         raise AdapterMismatch(
             f"{' and '.join(unsupported)} cannot be merged into the base's tensors; serve the adapter"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from app.engine.adapters.adapter import SCORE_HEAD, LoraKey
+from app.engine.adapters.adapter import LoraKey
 from app.engine.models.hf.encoder_weight_names import LAYERS as ENCODER_LAYERS
 from app.engine.models.linear_modules import (
     DENSE,
@@ -31,8 +31,6 @@ OUTER_MODULES = ("model.embed_tokens", "lm_head")
 #: Follows an encoder's last hidden state, so no embedding depends on it; but `target_modules: ["dense"]` and
 #: "all-linear" train it too.
 UNREAD_MODULE = "pooler.dense"
-#: Features beyond plain LoRA that an encoder's adapters may have.
-ENCODER_FEATURES = frozenset({"DoRA", "lora_bias", SCORE_HEAD})
 _LAYER = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d{1,4})\.")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,4})\.mlp\.experts\.(\d{1,4})\.")
 _SHARED = re.compile(r"model\.layers\.\d{1,4}\.mlp\.(shared_experts?)[._]")

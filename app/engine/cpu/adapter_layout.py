@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, unknown_module
 from app.engine.adapters.extra_weights import absorbed_pairs
-from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import (
     LATENT_B,
     LATENT_KEYS,
@@ -41,14 +40,14 @@ def row_bytes(spec: ModelSpec) -> int:
 class ExpertMatrices(NamedTuple):
     """Matrices of experts and their positions.
 
-    linear_modules: [M], an index among the linear modules with experts. places: [M], the index of the layer among its
-    layers. modules: [M], the index of the target in its linear module.
+    linear_modules: [M], an index among the linear modules with experts. stacked_layers: [M], the index of the layer
+    among its layers. modules: [M], the index of the target in its linear module.
     """
 
     matrices: Matrices
     packing: Packing
     linear_modules: NDArray[np.int64]
-    places: NDArray[np.int64]
+    stacked_layers: NDArray[np.int64]
     experts: NDArray[np.int64]
     modules: NDArray[np.int64]
 
@@ -68,8 +67,8 @@ class AdapterLayout(NamedTuple):
     experts: ExpertMatrices | None
 
 
-class PreparedRows:
-    """`AdapterLayout` per adapter. Any thread."""
+class AdapterLayoutCache:
+    """The `AdapterLayout` of each living adapter. Any thread."""
 
     def __init__(self, spec: ModelSpec) -> None:
         stacked = stacked_modules(spec)
@@ -79,20 +78,20 @@ class PreparedRows:
         self._expert_modules = {
             target: (n, one.module) for n, one in enumerate(paged_modules(spec)) for target in one.module.targets
         }
-        self._places = {
-            (layer, target): place
+        self._stacked_layers = {
+            (layer, target): stacked_layer
             for one in stacked
-            for place, layer in enumerate(one.layers)
+            for stacked_layer, layer in enumerate(one.layers)
             for target in one.module.targets
         }
-        self._rows: WeakKeyDictionary[LoraAdapter, AdapterLayout] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[LoraAdapter, AdapterLayout] = WeakKeyDictionary()
 
     def of(self, adapter: LoraAdapter) -> AdapterLayout:
         """The adapter's layout. Raises AdapterMismatch for a module that this model does not have."""
-        rows = self._rows.get(adapter)
-        if rows is None:
-            rows = self._rows[adapter] = self._compute(adapter)
-        return rows
+        layout = self._layouts.get(adapter)
+        if layout is None:
+            layout = self._layouts[adapter] = self._compute(adapter)
+        return layout
 
     def _compute(self, adapter: LoraAdapter) -> AdapterLayout:
         modules, of_experts = [], []
@@ -101,13 +100,13 @@ class PreparedRows:
             if key.target in LATENT_B.targets:
                 of_experts += self._by_head(key, pair)
             elif key.expert is None:
-                modules.append((self._places[key[:2]], self._numbers[key.target], pair))
+                modules.append((self._stacked_layers[key[:2]], self._numbers[key.target], pair))
             else:
                 of_experts.append((key, pair))
         ranks = np.zeros((self._num_layers, len(self._numbers)), np.int32)
-        for place, n, pair in modules:
-            ranks[place, n] = pair.rank
-        own = matrices((place, n, *pair) for place, n, pair in modules)
+        for stacked_layer, n, pair in modules:
+            ranks[stacked_layer, n] = pair.rank
+        own = matrices((stacked_layer, n, *pair) for stacked_layer, n, pair in modules)
         experts = self._expert_matrices(of_experts) if of_experts else None
         packed = packing(own)
         return AdapterLayout(own, packed, max(1, -(-packed.num_bytes // self._row_bytes)), ranks, experts)
@@ -122,18 +121,16 @@ class PreparedRows:
     def _check(self, key: LoraKey) -> None:
         _, module = self._expert_modules.get(key.target, (0, None))
         experts = (None,) if module is None else module.experts
-        if key[:2] not in self._places or key.expert not in experts:
-            raise AdapterMismatch(
-                f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
-            )
+        if key[:2] not in self._stacked_layers or key.expert not in experts:
+            raise unknown_module(key)
 
     def _expert_matrices(self, pairs: list[tuple[LoraKey, LoraPair]]) -> ExpertMatrices:
         lines: list[tuple[int, ...]] = []
         for key, _ in pairs:
             index, module = self._expert_modules[key.target]
             assert key.expert is not None, "an expert's matrix has an expert"
-            place = self._places.get(key[:2], key.layer)  # heads' modules are in every layer
-            lines.append((index, place, key.expert, module.targets.index(key.target)))
+            stacked_layer = self._stacked_layers.get(key[:2], key.layer)  # heads' modules are in every layer
+            lines.append((index, stacked_layer, key.expert, module.targets.index(key.target)))
         columns = np.ascontiguousarray(np.array(lines, np.int64).T)
         own = matrices((0, 0, *pair) for _, pair in pairs)
         return ExpertMatrices(own, packing(own), *columns)

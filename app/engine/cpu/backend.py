@@ -17,12 +17,12 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
-from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.cpu.adapter_layout import AdapterLayoutCache
 from app.engine.cpu.extra_weights import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.lora_memory import LoraMemory
 from app.engine.cpu.lora_views import padded_width
-from app.engine.cpu.mla import latent_workspace
-from app.engine.cpu.moe import expert_workspace
+from app.engine.cpu.mla import mla_workspace
+from app.engine.cpu.moe import moe_workspace
 from app.engine.cpu.outputs import one_row, rows_of, sample, sample_resized, with_sums
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, product_rows
 from app.engine.cpu.weights_cache import packed_weights
@@ -57,9 +57,9 @@ class CpuBackend(AdapterBackend):
         """
         self.spec = spec
         self._config = config
-        self._prepared = PreparedRows(spec)
+        self._layouts = AdapterLayoutCache(spec)
         num_draft_rows = 0 if config.speculative_decoding == "off" else DRAFT_ROWS
-        self.limits = limits_of(config, config.num_kv_blocks, self._prepared, num_draft_rows=num_draft_rows)
+        self.limits = limits_of(config, config.num_kv_blocks, self._layouts, num_draft_rows=num_draft_rows)
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_model_len or spec.max_positions)
@@ -106,13 +106,13 @@ class CpuBackend(AdapterBackend):
             adapter_slots=token_slots(runs, len(batch.token_ids) if widest_of_experts else 0),
         )  # fmt: skip
         work = self._work
-        if work.experts is not None and widest_of_experts > work.experts.shrunk.shape[2]:
-            shape = (len(work.experts.inputs), 2, padded_width(widest_of_experts))
-            experts = work.experts._replace(shrunk=np.empty(shape, np.float32))
-            self._work = work = work._replace(experts=experts)
-        if work.latent is not None and widest_of_experts > work.latent.shrunk.shape[2]:
-            shape = (len(work.latent.own), 1, padded_width(widest_of_experts))
-            self._work = work = work._replace(latent=work.latent._replace(shrunk=np.empty(shape, np.float32)))
+        if work.moe is not None and widest_of_experts > work.moe.shrunk.shape[2]:
+            shape = (len(work.moe.inputs), 2, padded_width(widest_of_experts))
+            moe = work.moe._replace(shrunk=np.empty(shape, np.float32))
+            self._work = work = work._replace(moe=moe)
+        if work.mla is not None and widest_of_experts > work.mla.shrunk.shape[2]:
+            shape = (len(work.mla.own), 1, padded_width(widest_of_experts))
+            self._work = work = work._replace(mla=work.mla._replace(shrunk=np.empty(shape, np.float32)))
         if widest_rank > work.shrunk.shape[2]:
             shape = (self._config.max_num_batched_tokens, 3, padded_width(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
@@ -208,6 +208,6 @@ class CpuBackend(AdapterBackend):
             projected=np.zeros((tokens, padded_width(spec.hidden_size) if sizes.post_norms else 0), np.float32),
             head_inputs=np.zeros((samples, 0), np.float32), sampled=np.zeros((samples, spec.hidden_size), np.float32),
             logits=np.zeros((samples, padded_width(spec.vocab_size)), np.float32),
-            states=np.zeros((tokens, spec.hidden_size), np.float32), experts=expert_workspace(spec, tokens),
-            latent=latent_workspace(spec, tokens),
+            states=np.zeros((tokens, spec.hidden_size), np.float32), moe=moe_workspace(spec, tokens),
+            mla=mla_workspace(spec, tokens),
         )  # fmt: skip

@@ -20,8 +20,8 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.engine.cpu.lora_views import LoraView, lora_at
-from app.engine.cpu.mla import LATENT_PHASES, MlaTables, MlaWeights, MlaWorkspace, latent_attention_block
-from app.engine.cpu.moe import EXPERT_PHASES, ExpertTables, ExpertWeights, MoeWorkspace, expert_feed_forward
+from app.engine.cpu.mla import MLA_PHASES, MlaTables, MlaWeights, MlaWorkspace, mla_attention
+from app.engine.cpu.moe import MOE_PHASES, MoeTables, MoeWeights, MoeWorkspace, moe_feed_forward
 from app.kernels.extra_weights.cpu import (
     ATTENTION_NORM,
     K_NORM,
@@ -48,7 +48,7 @@ class Weights(NamedTuple):
     """Packed weights, layers stacked: L layers, P panels of 16 columns; a `Stack` is float32 or 8 bits.
 
     qkv and gate_up hold their modules side by side, each padded to whole panels; gate_up and down have the layers
-    without experts only (`experts` has the others). Biases, q_norm and k_norm are `[L, 0]` where the model has none.
+    without experts only (`moe` has the others). Biases, q_norm and k_norm are `[L, 0]` where the model has none.
     `embedding` is `[V, H]`, or `[0, H]` if the rows are read from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes,
     positions, rotary / 2]; layer_rope, layer_window: [L]. post_attention_norm and post_mlp_norm are `[L, 0]` in models
     without them, and so are sinks `[L, heads]`.
@@ -77,8 +77,8 @@ class Weights(NamedTuple):
     post_attention_norm: Floats
     post_mlp_norm: Floats
     sinks: Floats
-    experts: ExpertWeights | None
-    latent: MlaWeights | None
+    moe: MoeWeights | None
+    mla: MlaWeights | None
 
 
 class Sizes(NamedTuple):
@@ -115,8 +115,8 @@ class AdapterTables(NamedTuple):
     o: LoraView
     gate_up: LoraView
     down: LoraView
-    experts: ExpertTables | None
-    latent: MlaTables | None
+    moe: MoeTables | None
+    mla: MlaTables | None
 
 
 class Step(NamedTuple):
@@ -167,12 +167,12 @@ class Workspace(NamedTuple):
     head_inputs: Floats
     logits: Floats
     states: Floats
-    experts: MoeWorkspace | None
-    latent: MlaWorkspace | None
+    moe: MoeWorkspace | None
+    mla: MlaWorkspace | None
 
 
 #: Phases of a step outside its layers, and the most of a layer.
-STEP_PHASES, LAYER_PHASES = 9, 15 + EXPERT_PHASES + LATENT_PHASES
+STEP_PHASES, LAYER_PHASES = 9, 15 + MOE_PHASES + MLA_PHASES
 
 
 @jit
@@ -213,12 +213,12 @@ def _any_attention(team, phase, layer, weights, sizes, tables, extras, k_memory,
 
 @overload(_any_attention)
 def _attention_of(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):  # noqa: ARG001
-    if isinstance(weights.types[weights.fields.index("latent")], types.NoneType):
+    if isinstance(weights.types[weights.fields.index("mla")], types.NoneType):
         return lambda team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work: _attention(  # noqa: PLW0108
             team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work
         )
     return lambda team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work: (  # noqa: ARG005
-        latent_attention_block(team, phase, layer, weights, sizes, tables, extras, v_memory, step, work)
+        mla_attention(team, phase, layer, weights, sizes, tables, extras, v_memory, step, work)
     )
 
 
@@ -272,7 +272,7 @@ def _any_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, 
 
 @overload(_any_feed_forward)
 def _feed_forward_of(team, phase, layer, weights, sizes, tables, extras, step, work):  # noqa: ARG001
-    if isinstance(weights.types[weights.fields.index("experts")], types.NoneType):
+    if isinstance(weights.types[weights.fields.index("moe")], types.NoneType):
         return lambda team, phase, layer, weights, sizes, tables, extras, step, work: _feed_forward(
             team, phase, layer, layer, weights, sizes, tables, extras, step, work
         )
@@ -284,17 +284,17 @@ def _feed_forward_of(team, phase, layer, weights, sizes, tables, extras, step, w
 @jit
 def _mixed_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
     """The feed-forward of a model in which some layers have experts."""
-    place = weights.experts.dense_place[layer]
-    if place >= 0:
-        return _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work)
-    return expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
+    stacked_layer = weights.moe.stacked_dense_layer[layer]
+    if stacked_layer >= 0:
+        return _feed_forward(team, phase, layer, stacked_layer, weights, sizes, tables, extras, step, work)
+    return moe_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
 
 
 @jit
-def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work):
+def _feed_forward(team, phase, layer, stacked_layer, weights, sizes, tables, extras, step, work):
     """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its LoRA.
 
-    place: the layer's index among those without experts.
+    stacked_layer: the layer's index among those without experts.
     """
     num_tokens = step.token_ids.shape[0]
     hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]
@@ -305,15 +305,15 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
     phase = gate_and_up(
-        team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place],
-        lora_at(rows, place, place, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved),
-        sizes.gelu, gate_up, gated,
+        team, phase, normed, layer_panels(weights.gate_up, stacked_layer), weights.gate_up_bias[stacked_layer],
+        lora_at(rows, stacked_layer, stacked_layer, step, work),
+        LinearExtras(extras, layer, rows.first, step.extra_runs, saved), sizes.gelu, gate_up, gated,
     )  # fmt: skip
-    later = min(place + 1, rows_down.upcoming.ranks.shape[0] - 1)
+    later = min(stacked_layer + 1, rows_down.upcoming.ranks.shape[0] - 1)
     own = work.projected[:num_tokens] if sizes.post_norms else hidden
     phase = project(
-        team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms,
-        lora_at(rows_down, place, later, step, work),
+        team, phase, gated, layer_panels(weights.down, stacked_layer), weights.down_bias[stacked_layer],
+        not sizes.post_norms, lora_at(rows_down, stacked_layer, later, step, work),
         LinearExtras(extras, layer, rows_down.first, step.extra_runs, saved), own,
     )  # fmt: skip
     if sizes.post_norms:

@@ -26,13 +26,14 @@ Floats = NDArray[np.float32]
 class EncoderWeights(NamedTuple):
     """Packed weights, layers stacked, like the decoder's `Weights`.
 
-    words: [V, H]; places: [P, H]; segment: [H]. input_norm: [2, H], weight and bias; attention_norm, mlp_norm: [L, 2,
-    H], the norms after attention and after the feed-forward.
+    word_embeddings: [V, H]; position_embeddings: [P, H]; token_type_embedding: [H], that of the only type.
+    input_norm: [2, H], weight and bias; attention_norm, mlp_norm: [L, 2, H], the norms after attention and after the
+    feed-forward.
     """
 
-    words: Floats
-    places: Floats
-    segment: Floats
+    word_embeddings: Floats
+    position_embeddings: Floats
+    token_type_embedding: Floats
     input_norm: Floats
     attention_norm: Floats
     mlp_norm: Floats
@@ -66,13 +67,13 @@ class EncoderTables(NamedTuple):
 
 
 class EncoderStep(NamedTuple):
-    """A step's arrays, as in `app.engine.batch.ForwardBatch`; positions are rows of the table of positions.
+    """A step's arrays, as in `app.engine.batch.ForwardBatch`; position_ids are rows of the position embeddings.
 
     longest: tokens of the longest text. The others are like the decoder's `Step`.
     """
 
     token_ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
+    position_ids: NDArray[np.int32]
     query_starts: NDArray[np.int32]
     longest: int
     runs: NDArray[np.int64]
@@ -107,8 +108,9 @@ def encode(team, phase, weights, sizes, tables, extras, step, work):
     """Run every layer over the step's T tokens; leaves their last hidden states in work.states."""
     num_tokens = step.token_ids.shape[0]
     phase = embed_normed(
-        team, phase, step.token_ids, step.positions, weights.words, weights.places, weights.segment,
-        weights.input_norm[0], weights.input_norm[1], sizes.eps, work.hidden[:num_tokens], work.states[:num_tokens],
+        team, phase, step.token_ids, step.position_ids, weights.word_embeddings, weights.position_embeddings,
+        weights.token_type_embedding, weights.input_norm[0], weights.input_norm[1], sizes.eps, work.hidden[:num_tokens],
+        work.states[:num_tokens],
     )  # fmt: skip
     for layer in range(sizes.num_layers):
         phase = _attention(team, phase, layer, weights, sizes, tables, extras, step, work)

@@ -16,17 +16,17 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig, WeightDtype
 from app.engine.cpu import encoder
 from app.engine.cpu.adapter_backend import AdapterBackend, limits_of
-from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.cpu.adapter_layout import AdapterLayoutCache
 from app.engine.cpu.extra_weights import AdapterExtras
 from app.engine.cpu.lora_memory import LoraMemory
 from app.engine.cpu.lora_views import padded_width
 from app.engine.cpu.outputs import add_pooled_rows
 from app.engine.cpu.weights import PackedModules
 from app.engine.cpu.weights_cache import packed_weights
-from app.engine.errors import CheckpointError
 from app.engine.models.hf import encoder_weight_names as names
-from app.engine.models.linear_modules import uniform_modules
+from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
+from app.engine.models.weight_names import checked_tensors
 from app.engine.models.weight_stacks import Products, StackWriter, product_form
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
@@ -45,9 +45,9 @@ class EncoderBackend(AdapterBackend):
         missing tensor, ConfigError for an arithmetic that cannot serve these weights."""
         assert spec.encoder is not None
         self.spec = spec
-        self._first_place = spec.encoder.first_position
-        self._prepared = PreparedRows(spec)
-        self.limits = limits_of(config, 0, self._prepared)
+        self._first_position = spec.encoder.first_position
+        self._layouts = AdapterLayoutCache(spec)
+        self.limits = limits_of(config, 0, self._layouts)
         attention = spec.layers[0].attention
         self._sizes = encoder.EncoderSizes(
             num_layers=len(spec.layers),
@@ -59,7 +59,8 @@ class EncoderBackend(AdapterBackend):
         self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
         cpu = config.section(CpuConfig)
         self._team = ThreadTeam(cpu.num_threads or len(os.sched_getaffinity(0)))
-        products = Products(cpu.compute, {one.name: config.max_num_batched_tokens for one in uniform_modules(spec)})
+        modules = layer_linear_modules(spec, 0)
+        products = Products(cpu.compute, {one.name: config.max_num_batched_tokens for one in modules})
         self._weights = packed_weights(
             tensors_digest,
             (cpu.weight_dtype, products, product_form(cpu.compute)),
@@ -81,7 +82,7 @@ class EncoderBackend(AdapterBackend):
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         step = encoder.EncoderStep(
             token_ids=batch.token_ids,
-            positions=_places(batch.token_ids, batch.query_starts, self._first_place),
+            position_ids=_position_ids(batch.token_ids, batch.query_starts, self._first_position),
             query_starts=batch.query_starts,
             longest=int(np.diff(batch.query_starts).max()),
             runs=runs,
@@ -108,16 +109,18 @@ class EncoderBackend(AdapterBackend):
                 delattr(self, name)
 
 
-def _places(token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_position: int) -> NDArray[np.int32]:
-    """[T] rows of the table of positions: each text, beginning at query_starts, counts from `first_position` on.
+def _position_ids(
+    token_ids: NDArray[np.int32], query_starts: NDArray[np.int32], first_position: int
+) -> NDArray[np.int32]:
+    """[T] rows of the position embeddings: each text, beginning at query_starts, counts from `first_position` on.
 
     If that is not 0, the row before it belongs to padding, whose token has the same number, like in transformers'
     `create_position_ids_from_input_ids`: such a token in a text takes that row and no position of the text.
     """
     counts = token_ids != first_position - 1  # [T]
-    places = np.cumsum(counts)
-    places -= np.repeat((places - counts)[query_starts[:-1]], np.diff(query_starts))  # from 1 in each text
-    return (places * counts + (first_position - 1)).astype(np.int32)
+    positions = np.cumsum(counts)
+    positions -= np.repeat((positions - counts)[query_starts[:-1]], np.diff(query_starts))  # from 1 in each text
+    return (positions * counts + (first_position - 1)).astype(np.int32)
 
 
 def _pack_weights(
@@ -125,46 +128,41 @@ def _pack_weights(
     products: Products,
 ) -> encoder.EncoderWeights:  # fmt: skip
     """Put every tensor in its place; CheckpointError for one that has none or is missing."""
-    expected = names.encoder_tensors(spec)
     count, hidden = len(spec.layers), spec.hidden_size
     norms = {names.ATTENTION_NORM: np.zeros((count, 2, hidden), np.float32)}
     norms[names.MLP_NORM] = np.zeros((count, 2, hidden), np.float32)
     input_norm = np.zeros((2, hidden), np.float32)
     whole: dict[str, Floats] = {}
-    biases, places = {}, {}
+    biases, columns = {}, {}
     stacks: dict[str, StackWriter] = {}
-    for module in uniform_modules(spec):
+    for module in layer_linear_modules(spec, 0):
         width = module.width(PANEL)
         stacks[module.name] = products.writer(module.name, (count, width, module.d_in), weight_dtype, team)
         biases[f"{module.name}_bias"] = np.zeros((count, width), np.float32)
         for target, start in zip(module.targets, module.starts(PANEL), strict=True):
-            places[module.kind.path(target)] = module.name, start
-    for name, stored in tensors:
-        if expected.pop(name, None) is None:
-            raise CheckpointError(f"tensor {name!r} has no place in {spec.name}")
+            columns[module.kind.path(target)] = module.name, start
+    for name, stored in checked_tensors(spec, tensors):
         tensor = np.asarray(stored).astype(np.float32, copy=False)
         module_name, part = name.rsplit(".", 1)
         if module_name == names.INPUT_NORM:
             input_norm[int(part == "bias")] = tensor
-        elif name in (names.WORDS, names.PLACES, names.SEGMENTS):
+        elif name in (names.WORD_EMBEDDINGS, names.POSITION_EMBEDDINGS, names.TOKEN_TYPE_EMBEDDINGS):
             whole[name] = np.ascontiguousarray(tensor)
         else:
             layer, path = module_name.removeprefix(f"{names.LAYERS}.").split(".", 1)
             if path in norms:
                 norms[path][int(layer), int(part == "bias")] = tensor
                 continue
-            stack_name, column = places[path]
+            stack_name, column = columns[path]
             if part == "bias":
                 biases[f"{stack_name}_bias"][int(layer), column : column + len(tensor)] = tensor
             else:
                 stacks[stack_name].store(int(layer), column, tensor)
-    if expected:
-        raise CheckpointError(f"{spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
     packed: dict[str, Any] = dict(products.stacks(spec.name, stacks))
     return encoder.EncoderWeights(
-        words=whole[names.WORDS], places=whole[names.PLACES], segment=whole[names.SEGMENTS][0].copy(),
-        input_norm=input_norm, attention_norm=norms[names.ATTENTION_NORM], mlp_norm=norms[names.MLP_NORM], **packed,
-        **biases,
+        word_embeddings=whole[names.WORD_EMBEDDINGS], position_embeddings=whole[names.POSITION_EMBEDDINGS],
+        token_type_embedding=whole[names.TOKEN_TYPE_EMBEDDINGS][0].copy(), input_norm=input_norm,
+        attention_norm=norms[names.ATTENTION_NORM], mlp_norm=norms[names.MLP_NORM], **packed, **biases,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Extra weights of resident adapters on a CPU: where each part of an adapter's plan lies in memory.
+"""Extra weights of resident adapters on a CPU: where each of them lies in memory.
 
 Memory is allocated when an adapter is written and freed when its slot is released; `ExtraTables` hold the addresses for
 the kernels. The engine limits the total (`AdapterCard.extra_bytes`).
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, to_float32
-from app.engine.adapters.extra_weights import ExtraWeight, plan
+from app.engine.adapters.extra_weights import ExtraWeight, extra_weights
 from app.engine.cpu.weights import PackedModules
 from app.engine.models.linear_modules import shared_table_modules, stacked_modules, target_shape, targets_of
 from app.engine.models.spec import ModelSpec
@@ -40,10 +40,6 @@ class AdapterExtras:
         #: [S], the tokens of each slot's adapter.
         self.vocab_sizes = np.full(max_loras, spec.vocab_size, np.int64)
         self.has_resized = False
-
-    def held_bytes(self, adapter_slot: int) -> int:
-        """Bytes of extra weights of the slot's adapter."""
-        return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
 
     def release(self, adapter_slot: int) -> None:
         """Free the slot's extra weights."""
@@ -73,7 +69,7 @@ class AdapterExtras:
         """Replace the slot's extra weights by those of `adapter`."""
         self.release(adapter_slot)
         self._set_vocab_size(adapter_slot, adapter.card.vocab_size or self._spec.vocab_size)
-        for part in plan(adapter, self._spec, self):
+        for part in extra_weights(adapter, self._spec, self):
             self._place(adapter_slot, part)
 
     def appended_logits(self, adapter_slot: int, inputs: Floats) -> Floats:

@@ -20,7 +20,7 @@ from app.engine.cpu.decoder import AdapterTables
 from app.engine.cpu.encoder import EncoderTables
 from app.engine.cpu.lora_views import LoraView
 from app.engine.cpu.mla import MlaTables
-from app.engine.cpu.moe import ExpertTables
+from app.engine.cpu.moe import MoeTables
 from app.engine.models.linear_modules import (
     LATENT_KEYS,
     LATENT_VALUES,
@@ -35,7 +35,7 @@ from app.kernels.machine.prefault import PagePrefaulter
 from app.kernels.machine.thread_team import ThreadTeam
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.moe_lora.cpu import ExpertRows
-from app.kernels.sgmv.adapter_copy import RANK, TO_A, TO_B, Packing, matrices, packing, write_plan
+from app.kernels.sgmv.adapter_copy import RANK, TO_A, TO_B, Packing, copy_matrices, matrices, packing
 from app.kernels.sgmv.prefetch import NextShrink
 
 #: Linear module -> the targets whose shrinks come next, which it prefetches: at most three, side by side in the order
@@ -73,7 +73,8 @@ class LoraMemory:
         shape = (len(spec.layers), num_slots, len(self._targets))
         self._a, self._b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._ranks = np.zeros(shape, np.int32)
-        self._in_bf16 = np.zeros(num_slots, np.bool_)
+        #: [S], by adapter slot: whether its rows take two bytes per value.
+        self.in_bf16 = np.zeros(num_slots, np.bool_)
         self._depths = np.array([one.module.d_in for one in singles for _ in one.module.targets])
         self._num_panels = np.array([width // PANEL for one in singles for width in one.module.padded_widths(PANEL)])
         mixed = paged_modules(spec)
@@ -85,11 +86,6 @@ class LoraMemory:
         #: `AdapterTables`, or an encoder's `EncoderTables`.
         self.tables: Any = self._decoder_tables(rows) if spec.encoder is None else EncoderTables(**rows)
 
-    @property
-    def in_bf16(self) -> NDArray[np.bool_]:
-        """[S], by adapter slot: whether its rows take two bytes per value."""
-        return self._in_bf16
-
     def widest(self, adapter_slots: NDArray[np.int64]) -> int:
         """The largest rank of these slots' adapters on modules that every token uses."""
         return int(self._ranks[:, adapter_slots].max(initial=0))
@@ -100,11 +96,11 @@ class LoraMemory:
 
     def write(self, team: ThreadTeam, adapter_slot: int, row_start: int, rows: AdapterLayout) -> None:
         """Write one adapter's rows, ranks and addresses, from `row_start` on."""
-        plan, in_bf16 = self._write(team, rows.packing, row_start)
+        copy_tasks, in_bf16 = self._write(team, rows.packing, row_start)
         self._ranks[:, adapter_slot] = rows.ranks
         where = rows.matrices.layers, adapter_slot, rows.matrices.modules
-        self._a[where], self._b[where] = plan[:, TO_A], plan[:, TO_B]
-        self._in_bf16[adapter_slot] = in_bf16
+        self._a[where], self._b[where] = copy_tasks[:, TO_A], copy_tasks[:, TO_B]
+        self.in_bf16[adapter_slot] = in_bf16
         self._experts.write(team, adapter_slot, rows.experts)
 
     def release(self, adapter_slot: int) -> None:
@@ -126,13 +122,13 @@ class LoraMemory:
         self._write(team, packing(source), 0)
 
     def _write(self, team: ThreadTeam, packed: Packing, row_start: int) -> tuple[NDArray[np.int64], bool]:
-        """The plan that was carried out, and whether the rows are in bfloat16: all modules' or none."""
+        """The copy tasks that were carried out, and whether the rows are in bfloat16: all modules' or none."""
         first = row_start * self._row_bytes
         self._pages.use(first + packed.num_bytes)
         assert first + packed.num_bytes <= self.memory.nbytes, "an adapter's rows end before the memory does"
-        plan, too_fine = packed.at(self.memory.ctypes.data + first), np.zeros(1, np.bool_)
-        team.run(write_plan, 2, plan, too_fine)
-        return plan, not too_fine[0]
+        copy_tasks, too_fine = packed.at(self.memory.ctypes.data + first), np.zeros(1, np.bool_)
+        team.run(copy_matrices, 2, copy_tasks, too_fine)
+        return copy_tasks, not too_fine[0]
 
     def _module_rows(self, module: LinearModule, prefetched: Mapping[str, tuple[str, ...]]) -> LoraView:
         own_targets, next_targets = self._slice(module.targets), self._slice(prefetched.get(module.name, ()))
@@ -141,10 +137,10 @@ class LoraMemory:
     def _view(self, own_targets: slice, next_targets: slice) -> LoraView:
         """The tables of neighbouring modules, and those whose shrink they prefetch."""
         upcoming = NextShrink(
-            self._a[:, :, next_targets], self._ranks[:, :, next_targets], self._depths[next_targets], self._in_bf16
+            self._a[:, :, next_targets], self._ranks[:, :, next_targets], self._depths[next_targets], self.in_bf16
         )
         a, b, ranks = self._a[:, :, own_targets], self._b[:, :, own_targets], self._ranks[:, :, own_targets]
-        return LoraView(a, b, ranks, self._num_panels[own_targets], self._in_bf16, own_targets.start, upcoming)
+        return LoraView(a, b, ranks, self._num_panels[own_targets], self.in_bf16, own_targets.start, upcoming)
 
     def _slice(self, targets: tuple[str, ...]) -> slice:
         """The indices of targets that lie side by side."""
@@ -157,8 +153,8 @@ class LoraMemory:
             rows["o"],
             rows.get("gate_up", self._absent(prefetches=True)),
             rows.get("down", self._absent()),
-            self._expert_tables(rows) if "router" in rows else None,
-            self._latent_tables(rows) if "latent_a" in rows else None,
+            self._moe_tables(rows) if "router" in rows else None,
+            self._mla_tables(rows) if "latent_a" in rows else None,
         )
 
     def _absent(self, *, prefetches: bool = False) -> LoraView:
@@ -166,8 +162,8 @@ class LoraMemory:
         one that prefetches the next."""
         return self._view(slice(0, 1), slice(0, int(prefetches)))
 
-    def _expert_tables(self, rows: Mapping[str, LoraView]) -> ExpertTables:
-        return ExpertTables(
+    def _moe_tables(self, rows: Mapping[str, LoraView]) -> MoeTables:
+        return MoeTables(
             rows["router"],
             rows.get("shared_gate", self._absent()),
             rows.get("shared_gate_up", self._absent()),
@@ -176,7 +172,7 @@ class LoraMemory:
             self._experts.tables["experts_down"],
         )
 
-    def _latent_tables(self, rows: Mapping[str, LoraView]) -> MlaTables:
+    def _mla_tables(self, rows: Mapping[str, LoraView]) -> MlaTables:
         return MlaTables(
             rows.get("query", self._absent()),
             rows.get("query_a", self._absent()),
@@ -220,14 +216,14 @@ class MoeLoraMemory:
         if source is None:
             return
         memory = np.empty(source.packing.num_bytes, np.uint8)
-        plan, in_bf16 = source.packing.at(memory.ctypes.data), source.packing.in_bf16
+        copy_tasks, in_bf16 = source.packing.at(memory.ctypes.data), source.packing.in_bf16
         too_fine = np.array([not in_bf16])
-        team.run(write_plan, 2, plan, too_fine)
+        team.run(copy_matrices, 2, copy_tasks, too_fine)
         assert too_fine[0] != in_bf16, "values saved in bfloat16 fit into two bytes"
         self._held[adapter_slot] = memory
         self._in_bf16[adapter_slot] = in_bf16
-        self._widest[adapter_slot] = plan[:, RANK].max()
+        self._widest[adapter_slot] = copy_tasks[:, RANK].max()
         for index, rows in enumerate(self.tables.values()):
             mine = source.linear_modules == index
-            where = (source.places[mine], adapter_slot, source.experts[mine], source.modules[mine])
-            rows.a[where], rows.b[where], rows.ranks[where] = plan[mine][:, [TO_A, TO_B, RANK]].T
+            where = (source.stacked_layers[mine], adapter_slot, source.experts[mine], source.modules[mine])
+            rows.a[where], rows.b[where], rows.ranks[where] = copy_tasks[mine][:, [TO_A, TO_B, RANK]].T

@@ -1,6 +1,6 @@
 """Rank rows of one linear module as the decoder's compiled functions read them, and the product with its LoRA.
 
-The tables are stacked over the layers that have the module; a layer's index (place) counts these layers only.
+The tables are stacked over the layers that have the module; a layer's index (stacked_layer) counts these layers only.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ class LoraView(NamedTuple):
 
 
 @jit
-def lora_at(rows, place, later, step, work):
+def lora_at(rows, stacked_layer, later, step, work):
     """One layer's rows, with a step's runs. later: the layer of the shrink that follows."""
-    upcoming = rows.upcoming
+    upcoming, a, b, ranks = rows.upcoming, rows.a[stacked_layer], rows.b[stacked_layer], rows.ranks[stacked_layer]
     return LinearLora(
-        ModuleRows(rows.a[place], rows.b[place], rows.ranks[place], rows.num_panels, rows.in_bf16),
+        ModuleRows(a, b, ranks, rows.num_panels, rows.in_bf16),
         NextShrink(upcoming.a[later], upcoming.ranks[later], upcoming.depths, upcoming.in_bf16),
         step.runs, step.shrink_tasks, step.widest_rank, work.shrunk,
     )  # fmt: skip
 
 
 @jit
-def single_product(team, phase, layer, place, x, stack, bias, rows, extras, step, work, out):
+def single_product(team, phase, layer, stacked_layer, x, stack, bias, rows, extras, step, work, out):
     """out = x @ w with the LoRA of a linear module with one target. One phase, and one more with adapters."""
     return project(
-        team, phase, x, layer_panels(stack, place), bias, False, lora_at(rows, place, place, step, work),
+        team, phase, x, layer_panels(stack, stacked_layer), bias, False,
+        lora_at(rows, stacked_layer, stacked_layer, step, work),
         LinearExtras(extras, layer, rows.first, step.extra_runs, work.saved[: x.shape[0]]), out,
     )  # fmt: skip
 
 
 @jit
-def rows_of_layer(rows, place):
+def rows_of_layer(rows, stacked_layer):
     """Rank rows of one layer, in the form that `moe_lora` reads."""
-    return ExpertRows(rows.a[place], rows.b[place], rows.ranks[place], rows.in_bf16)
+    return ExpertRows(rows.a[stacked_layer], rows.b[stacked_layer], rows.ranks[stacked_layer], rows.in_bf16)

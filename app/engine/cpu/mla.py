@@ -25,7 +25,7 @@ from app.kernels.moe_lora.routing import Pairs, empty_pairs, sort_pairs
 Floats = NDArray[np.float32]
 
 #: The most phases of a layer's latent attention.
-LATENT_PHASES = 27
+MLA_PHASES = 27
 
 
 class MlaWeights(NamedTuple):
@@ -82,9 +82,9 @@ class MlaWorkspace(NamedTuple):
 
 
 @jit
-def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, memory, step, work):
+def mla_attention(team, phase, layer, weights, sizes, tables, extras, memory, step, work):
     """hidden += o(attention(norm(hidden))), every product with its LoRA. memory: [blocks, 1, block_size, W]."""
-    num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
+    num_tokens, mla, scratch = step.token_ids.shape[0], weights.mla, work.mla
     hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
     norms, slots, rope = extras.norms[layer], step.extra_slots, weights.layer_rope[layer]
     latents, kv_rank = scratch.latents[:num_tokens], scratch.absorbed.shape[1]
@@ -94,30 +94,28 @@ def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, m
     )
     phase = _queries(team, phase, layer, weights, tables, extras, step, work)
     phase = single_product(
-        team, phase, layer, layer, normed, latent.latent_a, latent.latent_a_bias[layer], tables.latent.latent_a,
+        team, phase, layer, layer, normed, mla.latent_a, mla.latent_a_bias[layer], tables.mla.latent_a,
         extras, step, work, latents,
     )  # fmt: skip
     phase = rms_norm_with_extras(
-        team, phase, latents, latent.latent_norm[layer], latent.norm_eps, norms[:, K_NORM], slots, latents
+        team, phase, latents, mla.latent_norm[layer], mla.norm_eps, norms[:, K_NORM], slots, latents
     )
     queries, own = scratch.queries[:num_tokens], scratch.own
     phase = rotate_and_store(
         team, phase, queries, latents, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
-        sizes.num_heads, latent.key_size, kv_rank, memory, own,
+        sizes.num_heads, mla.key_size, kv_rank, memory, own,
     )  # fmt: skip
     if layer == 0:
         phase = sort_pairs(team, phase, num_tokens, scratch.pairs)
-    rows = rows_of_layer(tables.latent.keys, layer)
-    phase = _by_head(
-        team, phase, layer, own, latent.latent_keys, latent.no_biases, rows, step, scratch, scratch.absorbed
-    )
+    rows = rows_of_layer(tables.mla.keys, layer)
+    phase = _by_head(team, phase, layer, own, mla.latent_keys, mla.no_biases, rows, step, scratch, scratch.absorbed)
     phase = latent_attention(
-        team, phase, queries, scratch.absorbed, sizes.num_heads, latent.key_size, latent.rope_size,
+        team, phase, queries, scratch.absorbed, sizes.num_heads, mla.key_size, mla.rope_size,
         weights.scales[layer], step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, memory,
     )  # fmt: skip
-    rows = rows_of_layer(tables.latent.values, layer)
+    rows = rows_of_layer(tables.mla.values, layer)
     phase = _by_head(
-        team, phase, layer, scratch.absorbed, latent.latent_values, latent.no_biases, rows, step, scratch,
+        team, phase, layer, scratch.absorbed, mla.latent_values, mla.no_biases, rows, step, scratch,
         scratch.values,
     )  # fmt: skip
     attended = work.attended[:num_tokens]
@@ -128,24 +126,24 @@ def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, m
 @jit
 def _queries(team, phase, layer, weights, tables, extras, step, work):
     """The queries of all heads, directly or through a query latent."""
-    num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
+    num_tokens, mla, scratch = step.token_ids.shape[0], weights.mla, work.mla
     normed, queries = work.normed[:num_tokens], scratch.queries[:num_tokens]
     if scratch.query_latents.shape[0] == 0:
         return single_product(
-            team, phase, layer, layer, normed, latent.query, latent.no_bias, tables.latent.query, extras, step, work,
+            team, phase, layer, layer, normed, mla.query, mla.no_bias, tables.mla.query, extras, step, work,
             queries,
         )  # fmt: skip
     raw, narrow = scratch.query_latents[:num_tokens], scratch.normed_query_latents[:num_tokens]
     phase = single_product(
-        team, phase, layer, layer, normed, latent.query_a, latent.query_a_bias[layer], tables.latent.query_a, extras,
+        team, phase, layer, layer, normed, mla.query_a, mla.query_a_bias[layer], tables.mla.query_a, extras,
         step, work, raw,
     )  # fmt: skip
     norms = extras.norms[layer, :, Q_NORM]
     phase = rms_norm_with_extras(
-        team, phase, raw, latent.query_latent_norm[layer], latent.norm_eps, norms, step.extra_slots, narrow
+        team, phase, raw, mla.query_latent_norm[layer], mla.norm_eps, norms, step.extra_slots, narrow
     )
     return single_product(
-        team, phase, layer, layer, narrow, latent.query_b, latent.no_bias, tables.latent.query_b, extras, step, work,
+        team, phase, layer, layer, narrow, mla.query_b, mla.no_bias, tables.mla.query_b, extras, step, work,
         queries,
     )  # fmt: skip
 
@@ -173,7 +171,7 @@ def _output(team, phase, layer, attended, weights, tables, extras, step, work):
     )  # fmt: skip
 
 
-def latent_workspace(spec: ModelSpec, num_tokens: int) -> MlaWorkspace | None:
+def mla_workspace(spec: ModelSpec, num_tokens: int) -> MlaWorkspace | None:
     """The scratch memory that all layers share; None without MLA."""
     attention = spec.layers[0].attention
     latent, heads = attention.latent, attention.num_heads

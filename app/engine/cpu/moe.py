@@ -24,20 +24,20 @@ from app.kernels.moe_lora.routing import Pairs, combine, empty_pairs, gather_pai
 Floats = NDArray[np.float32]
 
 #: Phases of a mixture-of-experts feed-forward.
-EXPERT_PHASES = 23
+MOE_PHASES = 23
 
 
-class ExpertWeights(NamedTuple):
+class MoeWeights(NamedTuple):
     """Packed weights of the M layers that have experts, and the numbers of these layers.
 
-    place: [L], a layer's index among those M, or -1; dense_place: [L], its index among the others, or -1. router: [M,
-    ...]; gate_up, down: [M * E, ...], a layer's experts one after the other. shared_gate, shared_gate_up, shared_down:
-    [M, ...], or [0, ...] where there is no shared expert, or no gate of it. router_bias: [M, W], or [M, 0];
-    gate_up_bias, down_bias: [M * E, ...], or [0, 0]. no_bias: [0].
+    stacked_layer: [L], a layer's index among those M, or -1; stacked_dense_layer: [L], its index among the others, or
+    -1. router: [M, ...]; gate_up, down: [M * E, ...], a layer's experts one after the other. shared_gate,
+    shared_gate_up, shared_down: [M, ...], or [0, ...] where there is no shared expert, or no gate of it. router_bias:
+    [M, W], or [M, 0]; gate_up_bias, down_bias: [M * E, ...], or [0, 0]. no_bias: [0].
     """
 
-    place: NDArray[np.int64]
-    dense_place: NDArray[np.int64]
+    stacked_layer: NDArray[np.int64]
+    stacked_dense_layer: NDArray[np.int64]
     router: Stack
     gate_up: Stack
     down: Stack
@@ -50,8 +50,8 @@ class ExpertWeights(NamedTuple):
     no_bias: Floats
 
 
-class ExpertTables(NamedTuple):
-    """Rank rows by linear module, layers counted as in `ExpertWeights`. gate_up, down: `ExpertRows`, [M, S, E, N]."""
+class MoeTables(NamedTuple):
+    """Rank rows by linear module, layers counted as in `MoeWeights`. gate_up, down: `ExpertRows`, [M, S, E, N]."""
 
     router: LoraView
     shared_gate: LoraView
@@ -81,11 +81,11 @@ class MoeWorkspace(NamedTuple):
 
 
 @jit
-def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
+def moe_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
     """hidden += Σ share_e * expert_e(x) + gate * shared(x) with x = norm(hidden), every product with its LoRA."""
     num_tokens, width = step.token_ids.shape[0], weights.final_norm.shape[0]
-    mixture, scratch = weights.experts, work.experts
-    place, pairs = mixture.place[layer], scratch.pairs
+    moe, scratch = weights.moe, work.moe
+    stacked_layer, pairs = moe.stacked_layer[layer], scratch.pairs
     num_pairs = num_tokens * pairs.experts.shape[1]
     hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
     norms, slots = extras.norms[layer, :, MLP_NORM], step.adapter_slots
@@ -93,8 +93,8 @@ def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
     phase = single_product(
-        team, phase, layer, place, normed, mixture.router, mixture.router_bias[place], tables.experts.router, extras,
-        step, work, scratch.logits[:num_tokens],
+        team, phase, layer, stacked_layer, normed, moe.router, moe.router_bias[stacked_layer], tables.moe.router,
+        extras, step, work, scratch.logits[:num_tokens],
     )  # fmt: skip
     phase = route(
         team, phase, scratch.logits[:num_tokens], sizes.normalised, sizes.share_scale, sizes.num_groups,
@@ -103,50 +103,51 @@ def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
     phase = sort_pairs(team, phase, num_tokens, pairs)
     phase = gather_pairs(team, phase, normed, num_tokens, pairs, scratch.inputs)
 
-    rows, first = rows_of_layer(tables.experts.gate_up, place), place * pairs.busy.shape[0]
+    rows, first = rows_of_layer(tables.moe.gate_up, stacked_layer), stacked_layer * pairs.busy.shape[0]
     if slots.shape[0] > 0:
         phase = shrink_pairs(team, phase, scratch.inputs, num_pairs, pairs, slots, rows, scratch.shrunk)
     phase = experts_gate_and_up(
-        team, phase, scratch.inputs, num_pairs, pairs, slots, mixture.gate_up, first, mixture.gate_up_bias, rows,
+        team, phase, scratch.inputs, num_pairs, pairs, slots, moe.gate_up, first, moe.gate_up_bias, rows,
         scratch.shrunk, sizes.gelu, sizes.limit, sizes.alpha, scratch.gate_up, scratch.gated,
     )  # fmt: skip
-    rows = rows_of_layer(tables.experts.down, place)
+    rows = rows_of_layer(tables.moe.down, stacked_layer)
     if slots.shape[0] > 0:
         phase = shrink_pairs(team, phase, scratch.gated, num_pairs, pairs, slots, rows, scratch.shrunk)
     phase = experts_down(
-        team, phase, scratch.gated, num_pairs, pairs, slots, mixture.down, first, mixture.down_bias, rows,
+        team, phase, scratch.gated, num_pairs, pairs, slots, moe.down, first, moe.down_bias, rows,
         scratch.shrunk, scratch.outputs,
     )  # fmt: skip
     if scratch.shared.shape[0] > 0:
-        phase = _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, step, work)
+        phase = _shared_expert(team, phase, layer, stacked_layer, weights, sizes, tables, extras, step, work)
     shared = scratch.shared[: min(num_tokens, scratch.shared.shape[0])]
     gates = scratch.gates[: min(num_tokens, scratch.gates.shape[0]), 0]
     return combine(team, phase, scratch.outputs, pairs, shared, gates, width, hidden)
 
 
 @jit
-def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, step, work):
+def _shared_expert(team, phase, layer, stacked_layer, weights, sizes, tables, extras, step, work):
     """Compute the shared expert of every token, and its gate, into the shared scratch."""
-    num_tokens, mixture, scratch = step.token_ids.shape[0], weights.experts, work.experts
+    num_tokens, moe, scratch = step.token_ids.shape[0], weights.moe, work.moe
     normed, gated = work.normed[:num_tokens], scratch.shared_gated[:num_tokens]
-    saved, rows = work.saved[:num_tokens], tables.experts.shared_gate_up
+    saved, rows = work.saved[:num_tokens], tables.moe.shared_gate_up
     if scratch.gates.shape[0] > 0:
         phase = single_product(
-            team, phase, layer, place, normed, mixture.shared_gate, mixture.no_bias, tables.experts.shared_gate, extras,
+            team, phase, layer, stacked_layer, normed, moe.shared_gate, moe.no_bias, tables.moe.shared_gate, extras,
             step, work, scratch.gates[:num_tokens],
         )  # fmt: skip
     phase = gate_and_up(
-        team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias,
-        lora_at(rows, place, place, step, work), LinearExtras(extras, layer, rows.first, step.extra_runs, saved),
-        sizes.gelu, scratch.shared_gate_up[:num_tokens], gated,
+        team, phase, normed, layer_panels(moe.shared_gate_up, stacked_layer), moe.no_bias,
+        lora_at(rows, stacked_layer, stacked_layer, step, work),
+        LinearExtras(extras, layer, rows.first, step.extra_runs, saved), sizes.gelu,
+        scratch.shared_gate_up[:num_tokens], gated,
     )  # fmt: skip
     return single_product(
-        team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, extras,
+        team, phase, layer, stacked_layer, gated, moe.shared_down, moe.no_bias, tables.moe.shared_down, extras,
         step, work, scratch.shared[:num_tokens],
     )  # fmt: skip
 
 
-def expert_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
+def moe_workspace(spec: ModelSpec, num_tokens: int) -> MoeWorkspace | None:
     """The scratch memory that all layers with experts share; None without experts."""
     modules = {module.name: module for module, _ in stacked_modules(spec)}
     mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)

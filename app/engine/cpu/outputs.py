@@ -37,9 +37,11 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
             sample_rows, 1, logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
             sampling.seeds, sampling.positions, wants_logprob, of_row, words, tokens, normalisers,
         )  # fmt: skip
+    overflowed = overflowed_rows(logits, tokens)
     targets, ranks = sampling.targets, None
     if targets is not None:
         tokens, ranks = np.where(targets >= 0, targets, tokens), np.zeros(num_rows, np.int32)
+        overflowed = tuple(sorted({*overflowed, *overflowed_rows(logits, tokens)}))
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     for p in np.flatnonzero(wants_logprob).tolist():
         row, normaliser = logits[p], float(normalisers[p])
@@ -52,7 +54,7 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: ThreadTea
         count = int(sampling.num_logprobs[p])
         if count:
             top[p] = largest(row, count, normaliser)
-    return ForwardOutput(tokens, logprobs, tuple(top), overflowed_rows(logits, tokens), ranks=ranks)
+    return ForwardOutput(tokens, logprobs, tuple(top), overflowed, ranks=ranks)
 
 
 def one_row() -> SamplingBatch:

@@ -20,8 +20,7 @@ from app.engine.config import WeightDtype
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.encoder import EncoderWeights
 from app.engine.cpu.mla import MlaWeights
-from app.engine.cpu.moe import ExpertWeights
-from app.engine.errors import CheckpointError
+from app.engine.cpu.moe import MoeWeights
 from app.engine.models.linear_modules import (
     LATENT_B,
     LATENT_KEYS,
@@ -32,7 +31,8 @@ from app.engine.models.linear_modules import (
     shared_table_modules,
     stacked_modules,
 )
-from app.engine.models.spec import ModelSpec, RopeSpec
+from app.engine.models.rope import rope_tables
+from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -41,7 +41,7 @@ from app.engine.models.weight_names import (
     LM_HEAD,
     POST_NORMS,
     SINKS,
-    expected_tensors,
+    checked_tensors,
     latent_norm_widths,
     qk_norm_widths,
 )
@@ -106,16 +106,16 @@ class PackedModules:
         own = module.columns(key.target, PANEL)
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
         stack: Stack = self._array(module.name)
-        place = self._layers[module.name].index(key.layer)
+        stacked_layer = self._layers[module.name].index(key.layer)
         if isinstance(stack, Bf16Panels):
-            return float32_panels(stack.pairs[place, columns], module.d_in)
+            return float32_panels(stack.pairs[stacked_layer, columns], module.d_in)
         if isinstance(stack, DotPanels):
-            at = (place, columns)
+            at = (stacked_layer, columns)
             own_panels = type(stack)(stack.levels[at], stack.scales[at], stack.offsets[at], stack.rows)
             return dequantise(unpack_dot(own_panels, module.d_in))
         if isinstance(stack, Int8Panels):
-            return dequantise(Int8Panels._make(part[place, columns] for part in stack))
-        return stack[place, columns]
+            return dequantise(Int8Panels._make(part[stacked_layer, columns] for part in stack))
+        return stack[stacked_layer, columns]
 
     def bias(self, key: LoraKey) -> Floats | None:
         """A module's bias [d_out], if it has one."""
@@ -123,8 +123,8 @@ class PackedModules:
         if not module.has_bias:
             return None
         biases: Floats = self._array(f"{module.name}_bias")
-        place = self._layers[module.name].index(key.layer)
-        return biases[place, module.columns(key.target, PANEL)]
+        stacked_layer = self._layers[module.name].index(key.layer)
+        return biases[stacked_layer, module.columns(key.target, PANEL)]
 
     def log_storage(self) -> None:
         """Log at start which modules have which type, so that an operator sees what `auto` chose."""
@@ -139,7 +139,7 @@ class PackedModules:
     def _array(self, name: str) -> Any:
         """The array of a linear module or of its biases, in the model's, its experts' or its MLA weights."""
         weights: Any = self._weights
-        parts = (weights, getattr(weights, "experts", None), getattr(weights, "latent", None))
+        parts = (weights, getattr(weights, "moe", None), getattr(weights, "mla", None))
         return next(getattr(part, name) for part in parts if part is not None and name in part._fields)
 
 
@@ -158,8 +158,6 @@ class WeightPacker:
         attentions = [layer.attention for layer in spec.layers]
         stacked = stacked_modules(spec)
         norm_widths, latent_widths = qk_norm_widths(attentions[0]), latent_norm_widths(attentions[0])
-        ropes = list(dict.fromkeys(attention.rope for attention in attentions))
-        cos, sin = _rope_tables(ropes, max_positions)
 
         def zeros(*shape: int) -> Floats:
             return np.zeros(shape, np.float32)
@@ -186,9 +184,7 @@ class WeightPacker:
             if one.module.kind is not LATENT_B:
                 self._make_room(one, weight_dtype, team)
         self._constants: dict[str, NDArray[Any]] = {
-            "cos": cos,
-            "sin": sin,
-            "layer_rope": np.array([ropes.index(a.rope) for a in attentions], np.int64),
+            **rope_tables(spec, max_positions)._asdict(),
             "layer_window": np.array([a.window or 0 for a in attentions], np.int64),
             "scales": np.array([a.scale for a in attentions], np.float32),
         }
@@ -204,26 +200,20 @@ class WeightPacker:
         if module.num_experts is not None and not module.has_bias:
             bias_shape = (0, 0)
         self._arrays[f"{module.name}_bias"] = np.zeros(bias_shape, np.float32)
-        for place, (layer, expert) in enumerate(itertools.product(layers, experts)):
+        for index, (layer, expert) in enumerate(itertools.product(layers, experts)):
             for target, start in zip(module.targets, module.starts(PANEL), strict=True):
                 path = f"model.layers.{layer}.{module.kind.path(target, expert)}"
-                self._places[path] = module.name, place, start
+                self._places[path] = module.name, index, start
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
         """Pack every tensor; CheckpointError for one that has no place or is missing, ConfigError as in
         `Products.stacks`."""
-        expected = set(expected_tensors(self._spec))
-        for name, tensor in tensors:
-            if name not in expected:
-                raise CheckpointError(f"tensor {name!r} has no place in {self._spec.name}")
-            expected.discard(name)
+        for name, tensor in checked_tensors(self._spec, tensors):
             self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
-        if expected:
-            raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
         stacks = self._products.stacks(self._spec.name, self._stacks)
         parts = {
-            "experts": _expert_weights(self._spec, stacks, self._arrays),
-            "latent": _latent_weights(self._spec, stacks, self._arrays),
+            "moe": _moe_weights(self._spec, stacks, self._arrays),
+            "mla": _mla_weights(self._spec, stacks, self._arrays),
         }
         fields = self._arrays | dict.fromkeys(("qkv", "gate_up", "down"), _ABSENT) | stacks | self._constants | parts
         return cpu_decoder.Weights(**{name: fields[name] for name in cpu_decoder.Weights._fields})  # type: ignore[arg-type]
@@ -247,11 +237,11 @@ class WeightPacker:
             if name.endswith(f".{SINKS}"):
                 self._arrays["sinks"][int(layer)] = tensor
                 return
-            stack_name, place, column = self._places[path]
+            stack_name, index, column = self._places[path]
             if kind == "bias":
-                self._arrays[f"{stack_name}_bias"][place, column : column + len(tensor)] = tensor
+                self._arrays[f"{stack_name}_bias"][index, column : column + len(tensor)] = tensor
             else:
-                self._stacks[stack_name].store(place, column, tensor)
+                self._stacks[stack_name].store(index, column, tensor)
 
     def _place_latent_heads(self, layer: int, tensor: Floats) -> None:
         """Store kv_b_proj's rows head by head: keys transposed, values as they are."""
@@ -260,22 +250,22 @@ class WeightPacker:
         heads = tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)
         for head, rows in enumerate(heads):
             keys, values = rows[: attention.latent.key_size], rows[attention.latent.key_size :]
-            place = layer * attention.num_heads + head
-            self._stacks[LATENT_KEYS.name].store(place, 0, np.ascontiguousarray(keys.T))
-            self._stacks[LATENT_VALUES.name].store(place, 0, values)
+            index = layer * attention.num_heads + head
+            self._stacks[LATENT_KEYS.name].store(index, 0, np.ascontiguousarray(keys.T))
+            self._stacks[LATENT_VALUES.name].store(index, 0, values)
 
 
 #: A stack of no layers.
 _ABSENT = np.zeros((0, 1, 1, PANEL), np.float32)
 
 
-def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> ExpertWeights | None:
+def _moe_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> MoeWeights | None:
     has_experts = np.array([layer.experts is not None for layer in spec.layers])
     if not has_experts.any():
         return None
-    return ExpertWeights(
-        place=np.where(has_experts, np.cumsum(has_experts) - 1, -1),
-        dense_place=np.where(has_experts, -1, np.cumsum(~has_experts) - 1), router=stacks["router"],
+    return MoeWeights(
+        stacked_layer=np.where(has_experts, np.cumsum(has_experts) - 1, -1),
+        stacked_dense_layer=np.where(has_experts, -1, np.cumsum(~has_experts) - 1), router=stacks["router"],
         gate_up=stacks["experts_gate_up"], down=stacks["experts_down"], shared_gate=stacks.get("shared_gate", _ABSENT),
         shared_gate_up=stacks.get("shared_gate_up", _ABSENT), shared_down=stacks.get("shared_down", _ABSENT),
         router_bias=arrays["router_bias"], gate_up_bias=arrays["experts_gate_up_bias"],
@@ -283,7 +273,7 @@ def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
     )  # fmt: skip
 
 
-def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> MlaWeights | None:
+def _mla_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> MlaWeights | None:
     latent = spec.layers[0].attention.latent
     if latent is None:
         return None
@@ -296,15 +286,3 @@ def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mappin
         latent_norm=arrays["latent_norm"], no_bias=np.zeros(0, np.float32), no_biases=np.zeros((0, 0), np.float32),
         key_size=latent.key_size, rope_size=latent.rope_size, norm_eps=np.float32(latent.norm_eps),
     )  # fmt: skip
-
-
-def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:
-    """cos and sin [ropes, positions, rotary / 2], angles in float32 as transformers computes them."""
-    positions = np.arange(max_positions, dtype=np.float32)
-    tables = []
-    for rope in ropes:
-        angles = positions[:, None] * np.array(rope.inv_freq, np.float32)[None]
-        tables.append(
-            (np.cos(angles) * np.float32(rope.attention_factor), np.sin(angles) * np.float32(rope.attention_factor))
-        )
-    return np.stack([c for c, _ in tables]), np.stack([s for _, s in tables])

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
 
-from app.engine.models.download.model_download import default_cache_dir
+from app.kernels.machine.disk_cache import default_cache_dir, source_digest
 
 #: Packing less than this takes less than half a second.
 MIN_BYTES = 64 << 20
@@ -53,7 +53,7 @@ def packed_weights(checkpoint_digest: str, settings: object, pack: Callable[[], 
     """
     if not checkpoint_digest:
         return pack()
-    key = hashlib.sha256(f"{checkpoint_digest} {_source_digest()} {settings!r}".encode()).hexdigest()
+    key = hashlib.sha256(f"{checkpoint_digest} {_code_version()} {settings!r}".encode()).hexdigest()
     path = default_cache_dir() / "weights" / checkpoint_digest[:16] / key[:32]
     if path.exists():
         try:
@@ -157,11 +157,6 @@ def _remove_others(path: Path) -> None:
 
 
 @cache
-def _source_digest() -> str:
-    """Digest of the code that reads and packs tensors, and of the package that reads GGUF's types."""
-    digest = hashlib.sha256(version("gguf").encode())
-    root = Path(__file__).parents[2]
-    for source in sorted(source for folder in ("kernels", "engine") for source in (root / folder).rglob("*.py")):
-        digest.update(str(source.relative_to(root)).encode())
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+def _code_version() -> str:
+    """Version of the package that reads GGUF's types, and digest of the code that reads and packs tensors."""
+    return f"{version('gguf')} {source_digest(Path(__file__).parents[2], ('kernels', 'engine'))}"

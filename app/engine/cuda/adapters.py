@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.adapter import LoraAdapter, Matrix, to_float32
+from app.engine.adapters.adapter import LoraAdapter, Matrix, to_float32, unknown_module
 from app.engine.cuda.lora_tables import Layout, LoraTables
 from app.engine.cuda.moe_lora_tables import ExpertLayout, MoeLoraTables
-from app.engine.errors import AdapterMismatch, AdapterWriteFailed
+from app.engine.errors import AdapterWriteFailed
 from app.engine.models.spec import ModelSpec
 from app.kernels.cast_bf16.cpu import round_rows, tasks_of
 from app.kernels.lora_rows import ExpertRows, RankRows
@@ -63,15 +63,12 @@ class AdapterTables:
         for buffer in self._buffers[:1]:
             round_rows(tasks_of([]), 0, 0, 1, buffer.bits)  # compiled now, not when the first adapter is written
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self.num_writes = 0
 
     def check(self, adapter: LoraAdapter) -> None:
         """Raises AdapterMismatch for a module that is not in the tables."""
         for key in adapter.weights:
             if not (self._experts.has(key) or self._singles.has(key)):
-                raise AdapterMismatch(
-                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
-                )
+                raise unknown_module(key)
 
     def num_rows(self, adapter: LoraAdapter) -> int:
         """Number of rank rows that the adapter needs. Any thread. Raises AdapterMismatch as `check` does."""
@@ -177,7 +174,6 @@ class AdapterTables:
         if expert_layout is not None:
             self._send(expert_layout.memory, expert_layout.matrices, sent)
         self._experts.point(adapter_slot, expert_layout)
-        self.num_writes += 1
 
     def _send(self, memory: Tensor, matrices: list[tuple[Matrix, int]], sent: int) -> int:
         """Send matrices one after the other in pieces; a piece may cut a matrix. `sent` pieces were sent before."""

@@ -31,7 +31,7 @@ from app.engine.cuda.kernels import TRITON, Kernels
 from app.engine.cuda.memory import plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
-from app.engine.cuda.weights import Weights, load_weights
+from app.engine.cuda.weights import load_weights
 from app.engine.errors import AdapterTooLarge, ConfigError, OutOfDeviceMemory
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.linear_modules import shared_table_modules, stacked_modules
@@ -70,7 +70,6 @@ class CudaBackend:
             rank_alignment=1,
             max_loras=config.max_loras,
             extra_weights_bytes=config.extra_weights_bytes,
-            takes_bfloat16=True,
         )
         max_positions = min(spec.max_positions, config.max_model_len or spec.max_positions)
         self._table_width = min(-(-max_positions // config.block_size), self.plan.num_kv_blocks)
@@ -99,11 +98,6 @@ class CudaBackend:
                 self.graphs.capture_all()
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-
-    @property
-    def weights(self) -> Weights:
-        """The base model's weights (tests count who reads them)."""
-        return self._weights
 
     @property
     def compile_s(self) -> float:

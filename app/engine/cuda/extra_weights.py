@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, to_float32
-from app.engine.adapters.extra_weights import MODULE_KINDS, ExtraWeight, plan
+from app.engine.adapters.extra_weights import MODULE_KINDS, ExtraWeight, extra_weights
 from app.engine.cuda.weights import Weights, to_tensor
 from app.engine.models.linear_modules import LinearModule, linear_module_of, shared_table_modules, stacked_modules
 from app.engine.models.spec import ModelSpec
@@ -45,7 +45,7 @@ class CudaExtras:
         """Copy the adapter's parts to the slot, replacing what was there."""
         self.release(adapter_slot)
         parts: dict[tuple[str, int | None, str | None], Tensor] = {}
-        for part in plan(adapter, self._spec, self):
+        for part in extra_weights(adapter, self._spec, self):
             parts[part.kind, part.layer, part.target] = self._tensor(part)
         if parts:
             self._parts[adapter_slot] = parts

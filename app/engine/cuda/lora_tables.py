@@ -44,10 +44,10 @@ class LoraTables:
     ) -> None:
         """Raises CheckpointError for layers that differ in what is not their feed-forward."""
         self._stacked = tuple(one for one in stacked_modules(spec) if one.module.has_rank_rows)
-        self._places = {
-            (layer, target): (module, place)
+        self._stacked_layers = {
+            (layer, target): (module, stacked_layer)
             for module, layers in self._stacked
-            for place, layer in enumerate(layers)
+            for stacked_layer, layer in enumerate(layers)
             for target in module.targets
         }
         self._row_size, self._device = rank_row_size(spec), device
@@ -61,7 +61,7 @@ class LoraTables:
 
     def has(self, key: LoraKey) -> bool:
         """Whether the key names a module that every token uses."""
-        return key.expert is None and key[:2] in self._places
+        return key.expert is None and key[:2] in self._stacked_layers
 
     def rows(self, layer: int) -> dict[str, RankRows]:
         """The tables of one layer's linear modules, by name; their addresses never change."""
@@ -90,8 +90,8 @@ class LoraTables:
                     starts[id(array)], end = size, size + array.size
                     matrices.append((array, size))
                     size = -(-end // START_MULTIPLE) * START_MULTIPLE
-            module, place = self._places[key[:2]]
-            where = place, module.targets.index(key.target)
+            module, stacked_layer = self._stacked_layers[key[:2]]
+            where = stacked_layer, module.targets.index(key.target)
             a[module.name][where], b[module.name][where] = starts[id(pair.a)], starts[id(pair.b)]
             ranks[module.name][where] = pair.rank
         return Layout(max(1, -(-end // self._row_size)), end, matrices, a, b, ranks)

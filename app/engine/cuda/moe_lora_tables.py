@@ -41,10 +41,10 @@ class MoeLoraTables:
     def __init__(self, spec: ModelSpec, max_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self._spec, self._device, self._dtype = spec, device, dtype
         self._stacked = paged_modules(spec)
-        self._places = {
-            (layer, target): (module, place)
+        self._stacked_layers = {
+            (layer, target): (module, stacked_layer)
             for module, layers in self._stacked
-            for place, layer in enumerate(layers)
+            for stacked_layer, layer in enumerate(layers)
             for target in module.targets
         }
         self._tables: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # addresses of a and b, ranks: [M, S, E, N]
@@ -57,8 +57,8 @@ class MoeLoraTables:
     def has(self, key: LoraKey) -> bool:
         """Whether the key names an expert's module, or the one that latent heads share."""
         if key.target in LATENT_B.targets:
-            return (key.layer, LATENT_KEYS.targets[0]) in self._places and key.expert is None
-        module, _ = self._places.get(key[:2], (None, 0))
+            return (key.layer, LATENT_KEYS.targets[0]) in self._stacked_layers and key.expert is None
+        module, _ = self._stacked_layers.get(key[:2], (None, 0))
         return module is not None and key.expert in module.experts
 
     def rows(self, layer: int) -> dict[str, ExpertRows]:
@@ -93,8 +93,8 @@ class MoeLoraTables:
         assert base % ALIGNMENT == 0, "allocators align to more than that"
         a, b, ranks = self._empty(), self._empty(), self._empty()
         for key, pair in own.items():
-            module, place = self._places[key[:2]]
-            where = place, key.expert, module.targets.index(key.target)
+            module, stacked_layer = self._stacked_layers[key[:2]]
+            where = stacked_layer, key.expert, module.targets.index(key.target)
             a[module.name][where] = base + starts[id(pair.a)] * self._dtype.itemsize
             b[module.name][where] = base + starts[id(pair.b)] * self._dtype.itemsize
             ranks[module.name][where] = pair.rank

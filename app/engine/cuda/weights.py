@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.errors import CheckpointError
 from app.engine.models.linear_modules import LATENT_B, LinearModule, absorbed_modules, layer_linear_modules
 from app.engine.models.spec import LayerSpec, ModelSpec
 from app.engine.models.weight_names import (
@@ -26,6 +25,7 @@ from app.engine.models.weight_names import (
     LAYER_NORMS,
     LM_HEAD,
     SINKS,
+    checked_tensors,
     expected_tensors,
 )
 
@@ -73,13 +73,8 @@ def load_weights(
     """Consume every tensor. Raises CheckpointError for one that has no place or is missing."""
     weights = _empty(spec, max_positions, device, dtype)
     places = _places(spec, weights)
-    for name, values in tensors:
-        place = places.pop(name, None)
-        if place is None:
-            raise CheckpointError(f"tensor {name!r} has no place in {spec.name}, or came twice")
-        place.copy_(to_tensor(values))
-    if places:
-        raise CheckpointError(f"{spec.name} lacks {len(places)} tensors, the first: {min(places)!r}")
+    for name, values in checked_tensors(spec, tensors):
+        places[name].copy_(to_tensor(values))
     return weights
 
 

@@ -16,10 +16,6 @@ from typing import Literal, NamedTuple
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, StoredModule
 
-#: Inputs of linear modules: the normalised hidden states, attention's output, the feed-forward with a
-#: gate and without, and the normalised latents of MLA.
-Activation = Literal["normed", "attended", "gated", "activated", "query_latent", "latent"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleKind:
@@ -34,7 +30,6 @@ class ModuleKind:
     name: str
     block: str
     targets: tuple[str, ...]
-    reads: Activation
     split: Literal["output", "input"]
     fused: str | None = None
 
@@ -47,41 +42,36 @@ class ModuleKind:
 
 
 ATTENTION = (
-    ModuleKind("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), "normed", "output", fused="qkv_proj"),
-    ModuleKind("o", "self_attn", ("o_proj",), "attended", "input"),
+    ModuleKind("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), "output", fused="qkv_proj"),
+    ModuleKind("o", "self_attn", ("o_proj",), "input"),
 )
 GATED_MLP = (
-    ModuleKind("gate_up", "mlp", ("gate_proj", "up_proj"), "normed", "output", fused="gate_up_proj"),
-    ModuleKind("down", "mlp", ("down_proj",), "gated", "input"),
+    ModuleKind("gate_up", "mlp", ("gate_proj", "up_proj"), "output", fused="gate_up_proj"),
+    ModuleKind("down", "mlp", ("down_proj",), "input"),
 )
 #: Multi-head latent attention: queries directly, or through a latent; the latent of keys and values with the rotated
 #: part of keys, and keys and values from it.
-LATENT_QUERY = ModuleKind("query", "self_attn", ("q_proj",), "normed", "output")
-LATENT_QUERY_A = ModuleKind("query_a", "self_attn", ("q_a_proj",), "normed", "output")
-LATENT_QUERY_B = ModuleKind("query_b", "self_attn", ("q_b_proj",), "query_latent", "output")
-LATENT_A = ModuleKind("latent_a", "self_attn", ("kv_a_proj_with_mqa",), "normed", "output")
-LATENT_B = ModuleKind("latent_b", "self_attn", ("kv_b_proj",), "latent", "output")
-LATENT_KEYS = ModuleKind("latent_keys", "self_attn", ("kv_b_proj.keys",), "latent", "output")
-LATENT_VALUES = ModuleKind("latent_values", "self_attn", ("kv_b_proj.values",), "latent", "output")
+LATENT_QUERY = ModuleKind("query", "self_attn", ("q_proj",), "output")
+LATENT_QUERY_A = ModuleKind("query_a", "self_attn", ("q_a_proj",), "output")
+LATENT_QUERY_B = ModuleKind("query_b", "self_attn", ("q_b_proj",), "output")
+LATENT_A = ModuleKind("latent_a", "self_attn", ("kv_a_proj_with_mqa",), "output")
+LATENT_B = ModuleKind("latent_b", "self_attn", ("kv_b_proj",), "output")
+LATENT_KEYS = ModuleKind("latent_keys", "self_attn", ("kv_b_proj.keys",), "output")
+LATENT_VALUES = ModuleKind("latent_values", "self_attn", ("kv_b_proj.values",), "output")
 #: An encoder's layer. Three modules are called "dense", so targets are their full names in the layer.
 ENCODER = (
-    ModuleKind("qkv", "attention.self", ("query", "key", "value"), "normed", "output"),
-    ModuleKind("o", "", ("attention.output.dense",), "attended", "input"),
-    ModuleKind("up", "", ("intermediate.dense",), "normed", "output"),
-    ModuleKind("down", "", ("output.dense",), "activated", "input"),
+    ModuleKind("qkv", "attention.self", ("query", "key", "value"), "output"),
+    ModuleKind("o", "", ("attention.output.dense",), "input"),
+    ModuleKind("up", "", ("intermediate.dense",), "output"),
+    ModuleKind("down", "", ("output.dense",), "input"),
 )
 #: Names of routers' modules, which depend on the family.
 ROUTERS = ("gate", "router")
 EXPERTS = (
     ModuleKind(
-        "experts_gate_up",
-        "mlp",
-        ("experts.gate_proj", "experts.up_proj"),
-        "normed",
-        "output",
-        fused="experts.gate_up_proj",
+        "experts_gate_up", "mlp", ("experts.gate_proj", "experts.up_proj"), "output", fused="experts.gate_up_proj"
     ),
-    ModuleKind("experts_down", "mlp", ("experts.down_proj",), "gated", "input"),
+    ModuleKind("experts_down", "mlp", ("experts.down_proj",), "input"),
 )
 #: A decoder layer without experts: what module names mean when the model is unknown.
 DENSE = (*ATTENTION, *GATED_MLP)
@@ -222,15 +212,15 @@ def _feed_forward_modules(hidden: int, layer: LayerSpec) -> tuple[LinearModule, 
 
 def router_kind(name: str) -> ModuleKind:
     """The kind of a router with this module name within "mlp"."""
-    return ModuleKind("router", "mlp", (name,), "normed", "output")
+    return ModuleKind("router", "mlp", (name,), "output")
 
 
 def shared_kinds(name: str) -> tuple[ModuleKind, ModuleKind, ModuleKind]:
     """The kinds of a shared expert with this module name within "mlp": its gate, if any, and its feed-forward."""
     return (
-        ModuleKind("shared_gate", "mlp", (f"{name}_gate",), "normed", "output"),
-        ModuleKind("shared_gate_up", "mlp", (f"{name}.gate_proj", f"{name}.up_proj"), "normed", "output"),
-        ModuleKind("shared_down", "mlp", (f"{name}.down_proj",), "gated", "input"),
+        ModuleKind("shared_gate", "mlp", (f"{name}_gate",), "output"),
+        ModuleKind("shared_gate_up", "mlp", (f"{name}.gate_proj", f"{name}.up_proj"), "output"),
+        ModuleKind("shared_down", "mlp", (f"{name}.down_proj",), "input"),
     )
 
 
@@ -266,7 +256,7 @@ def _stored_modules(stored: Sequence[StoredModule]) -> tuple[LinearModule, ...]:
             for part in parts:
                 del sizes[part.path]
     others = (
-        LinearModule(ModuleKind(path, "", (path,), "normed", "output"), d_in, (d_out,), (1,), has_bias=False)
+        LinearModule(ModuleKind(path, "", (path,), "output"), d_in, (d_out,), (1,), has_bias=False)
         for path, d_in, d_out in sizes.values()
     )
     return (*found, *others)
@@ -311,46 +301,17 @@ def paged_modules(spec: ModelSpec) -> tuple[StackedModule, ...]:
 
 
 def _check_alike(spec: ModelSpec, layer: int) -> None:
-    """CheckpointError if a layer's attention or activation differs from the first layer's."""
-    first, other = spec.layers[0], spec.layers[layer]
-    same = _attention_like(other, first)
-    activations = {mlp.activation for mlp in (first.mlp, other.mlp)}
-    if same != first.attention or len(activations) > 1 or other.post_norms != first.post_norms:
-        raise _layer_differs(spec, layer)
-
-
-def _attention_like(layer: LayerSpec, first: LayerSpec) -> AttentionSpec:
-    """A layer's attention with the rope, window and scale of the first layer, which may differ."""
-    own = first.attention
-    return replace(layer.attention, rope=own.rope, window=own.window, scale=own.scale)
-
-
-def _layer_differs(spec: ModelSpec, layer: int) -> CheckpointError:
-    return CheckpointError(
-        f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
-        "a model whose layers differ in more than rope, window and attention scale is not served"
-    )
-
-
-def uniform_modules(spec: ModelSpec) -> tuple[LinearModule, ...]:
-    """The linear modules of any layer of a dense model, for a device that supports no other.
-
-    CheckpointError for a mixture of experts, and if layers differ in more than rope, window and attention scale: the
-    device stacks layers in one array and keeps an adapter's rank rows at one place in all of them.
+    """CheckpointError if a layer differs from the first one in activation, norms or attention; rope, window and scale
+    may differ.
     """
-    first = spec.layers[0]
-    if any(layer.experts is not None or layer.attention.whole_qk_norm for layer in spec.layers):
+    first, other = spec.layers[0], spec.layers[layer]
+    own = first.attention
+    attention = replace(other.attention, rope=own.rope, window=own.window, scale=own.scale)
+    if attention != own or other.mlp.activation != first.mlp.activation or other.post_norms != first.post_norms:
         raise CheckpointError(
-            f"this device does not serve {spec.family}, a mixture of experts ({spec.name}); use engine.cpu"
+            f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
+            "a model whose layers differ in more than rope, window and attention scale is not served"
         )
-    if first.attention.latent is not None:
-        raise CheckpointError(
-            f"this device does not serve {spec.family}'s latent attention ({spec.name}); use engine.cpu"
-        )
-    for index, layer in enumerate(spec.layers):
-        if replace(layer, attention=_attention_like(layer, first)) != first:
-            raise _layer_differs(spec, index)
-    return layer_linear_modules(spec, 0)
 
 
 def targets_of(modules: Iterable[LinearModule]) -> tuple[str, ...]:

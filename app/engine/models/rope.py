@@ -1,4 +1,4 @@
-"""Inverse frequencies of rotary embeddings, with every scaling variant applied ahead of time.
+"""Inverse frequencies and tables of rotary embeddings, with every scaling variant applied ahead of time.
 
 The parameters are transformers 5's `rope_parameters`, or the older `rope_theta` and `rope_scaling` merged into one
 mapping. Variants whose frequencies depend on the sequence's length (dynamic, longrope) cannot be one table and are
@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models.spec import RopeSpec
+from app.engine.models.spec import ModelSpec, RopeSpec
 
 _YARN = "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
 _KEYS = {
@@ -32,6 +32,14 @@ _INERT_KEYS = {
     "default": frozenset({"factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"finetuned"}),
 }
+
+
+class RopeTables(NamedTuple):
+    """cos and sin [ropes, positions, rotary / 2] of a model, float32; layer_rope: [L], which one a layer uses."""
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+    layer_rope: NDArray[np.int64]
 
 
 def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
@@ -60,6 +68,20 @@ def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_positions: int) 
     if rope_type == "yarn":
         return _yarn(theta, head_dim, parameters, max_positions)
     return _spec(plain)
+
+
+def rope_tables(spec: ModelSpec, max_positions: int) -> RopeTables:
+    """One table for each rope of the model; angles in float32 as transformers computes them."""
+    layer_ropes = [layer.attention.rope for layer in spec.layers]
+    ropes = list(dict.fromkeys(layer_ropes))
+    positions = np.arange(max_positions, dtype=np.float32)
+    angles = [positions[:, None] * np.array(rope.inv_freq, np.float32) for rope in ropes]
+    factors = [np.float32(rope.attention_factor) for rope in ropes]
+    return RopeTables(
+        cos=np.stack([np.cos(a) * factor for a, factor in zip(angles, factors, strict=True)]),
+        sin=np.stack([np.sin(a) * factor for a, factor in zip(angles, factors, strict=True)]),
+        layer_rope=np.array([ropes.index(rope) for rope in layer_ropes], np.int64),
+    )
 
 
 def default_inv_freq(theta: float, head_dim: int) -> NDArray[np.float32]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf.encoder_weight_names import encoder_tensors
@@ -138,6 +140,19 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {list(found[name])}; the config implies {list(shape)}")
+
+
+def checked_tensors(spec: ModelSpec, tensors: Iterable[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield every tensor; CheckpointError for one that `spec` does not imply or that comes twice and, at the end, if
+    any is missing."""
+    missing = set(expected_tensors(spec))
+    for name, tensor in tensors:
+        if name not in missing:
+            raise CheckpointError(f"tensor {name!r} has no place in {spec.name}, or came twice")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise CheckpointError(f"{spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
 
 
 def check_quantised(spec: ModelSpec, found: Mapping[str, tuple[tuple[int, ...], str]]) -> None:

@@ -117,7 +117,7 @@ class AdapterCommands:
         card = first.adapter.card
         extra_bytes, num_needed = self._extra_bytes_of(first.adapter), self._rank_rows_of(first.adapter)
         try:
-            self._adapters.check_room(first.ref.name, digest, num_needed, extra_bytes)
+            self._adapters.check_room(digest, num_needed, extra_bytes)
             grant = self._adapters.acquire(digest, num_needed, extra_bytes, card.size_bytes, first.ref.tenant_id)
         except (AdapterError, NotReady) as refusal:
             self._adapters.cancel_reservation(digest)

@@ -2,8 +2,9 @@
 
 Slot 0 is the base model: rank 0, never assigned, never written. An adapter with references is never moved or evicted.
 Idle ones stay until their rows, slot or extra bytes (DoRA, norms, whole modules) are needed, and leave in the order of
-the eviction policy (`eviction`: cost is the bytes to write again, size the rows held). Pinned adapters are never
-evicted. `row_allocator` knows where runs of rows may lie; the backend copies weights. This module only does the
+the eviction policy (`eviction`: cost is the bytes to write again, size the rows held). Pinned adapters are not evicted,
+unless they lie so scattered that a longer run finds no place: then idle ones in its way are, to be loaded again beside
+the others. `row_allocator` knows where runs of rows may lie; the backend copies weights. This module only does the
 accounting.
 """
 
@@ -105,8 +106,8 @@ class AdapterPool:
     def reserved_for(self) -> str | None:
         return self._reservation.digest if self._reservation is not None else None
 
-    def check_room(self, name: str, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
-        """Raise AdapterPoolFull if pinned adapters leave no room for this adapter, whatever else is evicted."""
+    def check_room(self, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
+        """Raise AdapterPoolFull, for all tenants with these contents, if pinned adapters leave no room for them."""
         if digest in self._residents:
             return
         length = self._length(num_needed)
@@ -119,7 +120,7 @@ class AdapterPool:
                 f"{extra_bytes} bytes: {held_bytes} of {self.limits.max_extra_bytes} are taken; "
                 "raise engine.extra_weights_bytes"
             )
-        elif all(map(self._has_pinned, self._runs.places(length))):
+        elif all(map(self._has_pinned, self._runs.places(length))) and not self._run_over_pinned(length):
             taken = sum(entry.run.length for entry in pinned) * self._alignment
             lack = (
                 f"a run of {length * self._alignment} rank rows: {taken} of {self.limits.num_rows} are taken; "
@@ -127,12 +128,10 @@ class AdapterPool:
             )
         else:
             return
-        raise AdapterPoolFull(
-            f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter"
-        )
+        raise AdapterPoolFull(f"pinned adapters leave no room for this adapter. It needs {lack}, or unpin an adapter")
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Pin exactly these adapters: once resident they are never evicted; `unload` frees them all the same.
+        """Pin exactly these adapters: once resident they stay; `unload` frees them all the same.
 
         A reservation of rows that a pinned adapter now holds ends; its holder has to reserve again.
         """
@@ -162,7 +161,7 @@ class AdapterPool:
         if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
         run = self._find_run(digest, self._length(num_needed), tenant_id)
-        if run is None:
+        if run is None or any(entry.num_refs for entry in self._runs.owners(run)):
             return None
         evicted = self._make_room(run, extra_bytes, tenant_id)
         priority = self._order.on_use(1, size_bytes / run.length)
@@ -201,9 +200,9 @@ class AdapterPool:
     def reserve(self, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
         """Reserve a run of rows, a slot and the bytes for an adapter that has waited too long.
 
-        The run with the fewest references, and no pinned adapter, is chosen. Until the holder acquires or cancels, no
-        other adapter is placed or referenced there, and none with extra weights that leave too few bytes, so the
-        references in the way can only end. There is one reservation at a time: a second one is ignored.
+        The run with the fewest references, without pinned adapters if possible, is chosen. Until the holder acquires or
+        cancels, no other adapter is placed or referenced there, and none with extra weights that leave too few bytes,
+        so the references in the way can only end. There is one reservation at a time: a second one is ignored.
         """
         if self._reservation is not None or digest in self._residents:
             return
@@ -216,7 +215,8 @@ class AdapterPool:
             dearest = max((entry.priority for entry in entries), default=NEVER)
             return (slot_is_short and not entries, sum(entry.num_refs for entry in entries), dearest)
 
-        run = self._runs.cheapest(self._length(num_needed), pressure, None)
+        length = self._length(num_needed)
+        run = self._runs.cheapest(length, pressure, None) or self._run_over_pinned(length)
         if run is not None:  # else `check_room` refuses it
             self._reservation = _Reservation(digest, run, extra_bytes)
 
@@ -293,11 +293,10 @@ class AdapterPool:
 
     def _find_run(self, digest: str, length: int, tenant_id: str) -> RowRange | None:
         """A free run, or else the run with the cheapest eviction; adapters protected by other tenants' quotas cost
-        most.
+        most, and a run with pinned ones, which may be in use, is the last resort.
 
         A pinned adapter takes the lowest possible run, so that the rows of pinned adapters lie together.
         """
-
         num_units = self._runs.num_units
         has_right = (
             self.reserved_for == digest
@@ -315,8 +314,13 @@ class AdapterPool:
 
         excluded = self._rows_reserved_for_others(digest)
         if digest in self._pinned:
-            return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, excluded)
-        return self._runs.best_fit(length, excluded) or self._runs.cheapest(length, price, excluded)
+            run = self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, excluded)
+        else:
+            run = self._runs.best_fit(length, excluded) or self._runs.cheapest(length, price, excluded)
+        return run or self._run_over_pinned(length, excluded)
+
+    def _run_over_pinned(self, length: int, excluded: RowRange | None = None) -> RowRange | None:
+        return _run_over_pinned(self._runs, self._pinned, length, excluded)
 
     def _make_room(self, run: RowRange, extra_bytes: int, tenant_id: str) -> list[str]:
         """Evict the owners of these rows, and idle adapters for a slot and the bytes; returns their digests."""
@@ -347,6 +351,28 @@ class AdapterPool:
         if resident.extra_bytes:
             self._pending_free.append(resident.adapter_slot)
         return resident.digest
+
+
+def _run_over_pinned(
+    runs: RowAllocator[_Resident], pinned: frozenset[str], length: int, excluded: RowRange | None
+) -> RowRange | None:
+    """If pinned adapters lie in every run, but their rows and this run fit together: the run to take from them.
+
+    The one with the fewest references, and the highest of equals: those evicted are loaded again into the lowest runs.
+    Its owners are shorter, so that two adapters never evict each other in turn.
+    """
+
+    def pressure(entries: list[_Resident]) -> tuple[int, int] | None:
+        is_shorter = all(entry.run.length < length for entry in entries)
+        return (sum(entry.num_refs for entry in entries), -entries[0].run.start) if is_shorter else None
+
+    def is_pinned(entry: _Resident) -> bool:
+        return entry.digest in pinned
+
+    num_pinned = sum(entry.run.length for entry in filter(is_pinned, runs.owners(RowRange(0, runs.num_units))))
+    fits = num_pinned + length <= runs.num_units
+    is_everywhere = all(any(map(is_pinned, runs.owners(run))) for run in runs.places(length))
+    return runs.cheapest(length, pressure, excluded) if fits and is_everywhere else None
 
 
 def rows_of(rank: int, alignment: int) -> int:

@@ -28,8 +28,8 @@ PREFIX_TOKENS = 128
 def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -> bytes:
     """Root of the hash chain: 32 bytes.
 
-    Fields are length-prefixed and the absent adapter has its own tag, so no choice of digest or
-    salt can spell another request's root.
+    Fields are length-prefixed and the absent adapter has its own tag, so no choice of digest or salt can spell another
+    request's root.
     """
     hasher = hashlib.sha256(b"polylora.kv-root.v1\0")
     for field in (base_digest.encode(), cache_salt):

@@ -3,12 +3,14 @@
 Admitted sequences hold their blocks and a reference on their adapter's rows; the writes are performed before they run.
 A sequence that must wait (for rank rows, for blocks, for its turn to write) does not hold up the others. Once
 `MAX_BYPASSES` others have been admitted past the first in fair order, or if it was preempted, it is urgent: rows are
-reserved for it, and while it waits for blocks no other sequence is admitted. Everything running ends, so everything
-waiting starts; only adapters for which pinned ones leave no room are refused. The fair queue gives the order; the
-scheduler chooses what runs next.
+reserved for it, and while it waits for blocks no other sequence is admitted. Everything running ends, so every
+interactive sequence starts; only adapters for which pinned ones leave no room are refused. The fair queue gives the
+order; the scheduler chooses what runs next.
 
 Batch sequences come last and leave room for others: they take at most half of the places, and start while a quarter of
-the blocks is free. The first of them that finds no blocks holds up the others of its class, so that it starts.
+the blocks is free. The first of them that finds no blocks holds up the others of its class, so that it starts. Rows are
+not reserved for them, because that would delay interactive requests for the adapters in the way: one with a large
+adapter waits while others use small ones all over the table.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class Admission:
         if (sequence.tenant_id, digest) in queue_pass.refused_digests:
             return True
         refused_rows = queue_pass.refused_rows.get(sequence.tenant_id, _NO_ROWS)
-        is_too_large = sequence.num_needed >= refused_rows and digest != self._adapters.reserved_for
+        is_too_large = sequence.num_rank_rows_needed >= refused_rows and digest != self._adapters.reserved_for
         return is_too_large and not self._adapters.is_resident(digest)
 
     def _place_adapter(self, sequence: Sequence, queue_pass: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
@@ -193,33 +195,31 @@ class Admission:
             self._is_open = True  # the next step has a new budget
             queue_pass.refused_digests.add((tenant_id, digest))
             return False
-        grant = self._adapters.acquire(digest, sequence.num_needed, sequence.extra_bytes, card.size_bytes, tenant_id)
+        num_needed, extra_bytes = sequence.num_rank_rows_needed, sequence.extra_bytes
+        grant = self._adapters.acquire(digest, num_needed, extra_bytes, card.size_bytes, tenant_id)
         if grant is None:
             queue_pass.refused_digests.add((tenant_id, digest))
             if (refusal := self._refusal(sequence, digest)) is not None:
                 queue_pass.refusals.append(refusal)
                 return False
             if is_urgent:
-                self._adapters.reserve(digest, sequence.num_needed, sequence.extra_bytes)
-            if is_new and not sequence.extra_bytes:  # else bytes may be missing, not rows
-                queue_pass.refused_rows[tenant_id] = sequence.num_needed
+                self._adapters.reserve(digest, num_needed, extra_bytes)
+            if is_new and not extra_bytes:  # else bytes may be missing, not rows
+                queue_pass.refused_rows[tenant_id] = num_needed
             return False
         self._meter.count_adapter_use(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot
-        sequence.num_rows = grant.num_rows
+        sequence.num_rank_rows = grant.num_rows
         if grant.needs_write:
             queue_pass.written_bytes += max(size, 1)
-            queue_pass.writes.append(
-                AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence.tenant_id, sequence)
-            )
+            queue_pass.writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence))
             self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
         return True
 
     def _refusal(self, sequence: Sequence, digest: str) -> Refusal | None:
         """The error of an adapter that can never get room, if that is so."""
-        assert sequence.request.adapter is not None
         try:
-            self._adapters.check_room(sequence.request.adapter.name, digest, sequence.num_needed, sequence.extra_bytes)
+            self._adapters.check_room(digest, sequence.num_rank_rows_needed, sequence.extra_bytes)
         except AdapterPoolFull as error:
             return Refusal(digest, error)
         return None
@@ -232,8 +232,7 @@ class Admission:
         self._is_open = True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks it can start from. Tokens whose output is needed, such as the last, are
-        always computed."""
+        """Cached blocks it can start from. Tokens whose output is needed, such as the last, are always computed."""
         if not sequence.may_skip_tokens:
             return []
         num_full = sequence.num_skippable // self._blocks.block_size
@@ -261,7 +260,7 @@ class Admission:
         if sequence.num_cached is None:
             sequence.num_cached = min(num_cached, sequence.num_prompt)
             if sequence.request.num_charged is None:
-                self._meter.count_admission(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
+                self._meter.count_admission(sequence.num_prompt, sequence.num_cached)
             self._queue.charge(sequence, INPUT_PRICE * (sequence.num_prompt - sequence.num_cached))
         if sequence.order is None:
             sequence.order = self._num_admitted

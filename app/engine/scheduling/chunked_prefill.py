@@ -111,12 +111,12 @@ def limit_scored(items: list[tuple[Sequence, int]], max_rows: int) -> None:
         room -= num_rows - 1
 
 
-def fill_prefill(prefills: list[Sequence], counts: list[int], budget: int, wide_tenants: Container[str] = ()) -> None:
-    """Give the rest of the budget to the oldest prompts, but not to `wide_tenants`; `counts` is written in place."""
+def fill_prefill(prefills: list[Sequence], counts: list[int], budget: int, heavy_tenants: Container[str] = ()) -> None:
+    """Give the rest of the budget to the oldest prompts, but not to `heavy_tenants`; `counts` is written in place."""
     for index, sequence in enumerate(prefills):
         if budget <= 0:
             return
-        if sequence.tenant_id in wide_tenants:
+        if sequence.tenant_id in heavy_tenants:
             continue
         more = min(sequence.num_pending - counts[index], budget)
         counts[index] += more

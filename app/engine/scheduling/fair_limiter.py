@@ -142,11 +142,6 @@ class FairSemaphore:
         self._turns: dict[str, int] = {}  # tenant with a waiting call -> when it came, or had its last turn
         self._clock = itertools.count()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call holds or waits for anything."""
-        return not self._num_held and not len(self._waiting)
-
     def held_by(self, tenant_id: str) -> int:
         """Places that a tenant's calls hold."""
         return self._held.get(tenant_id, 0)

@@ -205,7 +205,7 @@ class FairQueue:
 
     def charge_token(self, sequence: Sequence) -> None:
         """Charge a generated token, and the memory held for it, to the sequence's tenant."""
-        held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.num_needed
+        held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.num_rank_rows_needed
         self.charge(sequence, OUTPUT_PRICE + held)
 
     def charge(self, sequence: Sequence, price: float) -> None:
@@ -252,10 +252,6 @@ class FairQueue:
         """A tenant's counter in the interactive class; 0 for an unknown tenant."""
         tenant = self._interactive.tenants.get(tenant_id)
         return tenant.counter if tenant is not None else 0.0
-
-    def counters(self) -> dict[str, float]:
-        """Counter per known tenant of the interactive class."""
-        return {tenant_id: tenant.counter for tenant_id, tenant in self._interactive.tenants.copy().items()}
 
     def forget_absent(self, present: set[str]) -> None:
         """Drop the lowest counters of tenants without sequences here, if there are too many."""

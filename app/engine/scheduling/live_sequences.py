@@ -116,7 +116,7 @@ class LiveSequences:
         """The chunk that ends a sequence, with its usage."""
         matched_stop = sequence.matched_stop() if reason == "stop" else None
         usage, request_usage = sequence.usage(), sequence.request_usage()
-        self._meter.count_usage(sequence.tenant_id, request_usage)
+        self._meter.count_usage(request_usage)
         return TokenChunk(
             sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, request_usage,
             timing=sequence.timing(self._meter.now_s),

@@ -1,4 +1,4 @@
-"""The plan of one step: made by the scheduler, carried out by the adapter loader and the batch builder.
+"""The schedule of one step: made by the scheduler, carried out by the adapter loader and the batch builder.
 
 Frozen values. Sequences in `items` already hold their blocks and a reference on their adapter's rows.
 """
@@ -14,7 +14,7 @@ from app.engine.sequence import Sequence
 
 
 class AdapterWrite(NamedTuple):
-    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, on behalf of a tenant.
+    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them.
 
     `sequence` caused the write; None for a load command.
     """
@@ -22,7 +22,6 @@ class AdapterWrite(NamedTuple):
     adapter_slot: int
     row_start: int
     adapter: LoraAdapter
-    tenant_id: str
     sequence: Sequence | None = None
 
 

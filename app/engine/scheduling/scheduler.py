@@ -83,7 +83,7 @@ class Scheduler:
         return None
 
     def schedule(self) -> Schedule:
-        """Plan one step. Afterwards the blocks of all planned tokens are held."""
+        """Schedule one step. Afterwards the blocks of all its tokens are held."""
         items: list[tuple[Sequence, int]] = []
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
@@ -94,16 +94,16 @@ class Scheduler:
             token_limit_of = self._isolation.token_limits(running, queue.first_of_each(), queue.counter_of)
         num_free = self._max_sequences - len(running)
         if num_free < len(queue.waiting_tenants()) and self._has_memory:
-            wide = token_limit_of or self._isolation.wide_tenants(running, queue.first_of_each())
-            preferred = self._isolation.make_places(running, queue, wide, num_free, self._displace)
+            heavy = token_limit_of or self._isolation.heavy_tenants(running, queue.first_of_each())
+            preferred = self._isolation.displace_for_waiting(running, queue, heavy, num_free, self._displace)
         preempted: list[Sequence] = []
-        skipped = self._isolation.take_turns(running, token_limit_of)
+        skipped = self._isolation.throttle_decoding(running, token_limit_of)
         index = 0
         while index < len(running):
             sequence = running[index]
             index += 1
-            sequence.num_draft_tokens = 0  # left from a step that was planned but not computed
-            if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
+            sequence.num_draft_tokens = 0  # left from a step that was scheduled but not computed
+            if sequence.num_pending > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
             if skipped and sequence.request_id in skipped:
@@ -113,7 +113,7 @@ class Scheduler:
                 continue
             items.append((sequence, 1))
         num_decoding = len(items)
-        if token_limit_of:  # the streams of wide tenants do not reduce the prefill budget
+        if token_limit_of:  # the streams of heavy tenants do not reduce the prefill budget
             num_decoding = sum(sequence.tenant_id not in token_limit_of for sequence, _ in items)
         budget = self._prefill_budget.max_tokens(num_decoding, self._max_tokens - len(items))
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
@@ -143,24 +143,24 @@ class Scheduler:
         fill_prefill(prefills, counts, budget, token_limit_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
         limit_scored(items, self._max_sequences)
-        # A tenant's only stream in turn may have been preempted: the others of the tenant go on in the next step.
+        # A tenant's only stream with a time slice may have been preempted: the tenant's others go on in the next step.
         assert items or refusals or preempted or not queue or self._adapters.num_referenced, (
             "with nothing running, and no adapter being loaded, the first in the queue always fits"
         )
-        items = self._spec_decoder.plan(items, len(running))
+        items = self._spec_decoder.add_drafts(items, len(running))
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, refusals, [sequence.request_id for sequence in admitted])
 
-    def observe(self, plan: Schedule, took_s: float) -> None:
+    def observe(self, schedule: Schedule, took_s: float) -> None:
         """Update the time estimates with the duration of a computed step."""
-        if any(sequence.num_draft_tokens for sequence, _ in plan.items):
+        if any(sequence.num_draft_tokens for sequence, _ in schedule.items):
             return  # its time fits neither the estimate for prompts nor the one for single tokens
-        prompt_counts = [count for _, count in plan.items if count > 1]
-        num_decoding = len(plan.items) - len(prompt_counts)
+        prompt_counts = [count for _, count in schedule.items if count > 1]
+        num_decoding = len(schedule.items) - len(prompt_counts)
         self._prefill_budget.observe(num_decoding, sum(prompt_counts), took_s)
         self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
 
-    def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
+    def commit(self, schedule: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
         """Account for a computed step: tokens, full blocks, charges, ends. One chunk per sequence with a token or an
         embedding.
 
@@ -172,7 +172,7 @@ class Scheduler:
             return chunks
         row = num_pooled = 0
         num_finished = self._meter.num_finished
-        for sequence, count in plan.items:
+        for sequence, count in schedule.items:
             self._meter.num_tokens_computed += count
             if sequence.pooling is None:
                 num_rows = 1 + sequence.num_draft_tokens
@@ -251,7 +251,7 @@ class Scheduler:
         """Add the step's tokens to the answer and charge them; rejected draft tokens are charged like prompt tokens."""
         verified = self._spec_decoder.verify(sequence, output, first_row)
         for _ in verified.token_ids:
-            self._meter.count_generated_token(sequence.tenant_id)
+            self._meter.num_tokens_generated += 1
             self.queue.charge_token(sequence)
         if verified.num_rejected:
             self.queue.charge(sequence, INPUT_PRICE * verified.num_rejected)

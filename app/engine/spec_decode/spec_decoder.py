@@ -51,7 +51,7 @@ class SpecDecoder:
         self._max_tokens = max_num_batched_tokens
         self._num_rows = num_draft_rows
 
-    def plan(self, items: list[tuple[Sequence, int]], num_running: int) -> list[tuple[Sequence, int]]:
+    def add_drafts(self, items: list[tuple[Sequence, int]], num_running: int) -> list[tuple[Sequence, int]]:
         """The same items, with draft tokens for decoding sequences as far as rows and blocks are free."""
         if not self._max_draft_tokens or not self._num_rows:
             return items

@@ -11,14 +11,12 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
 
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
+from app.engine.constraint import EndTokens, GrammarMatcher, why
 from app.engine.errors import InvalidRequest
 from app.engine.models.tokenizers.tokenizer import TOKEN_FLAGS
 from app.engine.structured_output.grammar_builder import below, json_grammar, subschemas
@@ -37,10 +35,10 @@ _LIMITS = LLParserLimits(
 _NUM_KEPT = 64
 #: Vocabularies with adapters' added tokens that are kept.
 _NUM_OWN = 8
+#: The list of added tokens in a tokenizer.json: a token of this name is followed by a number.
+_ADDED_TOKENS = re.compile(r'"added_tokens":\s*(?=\[)')
 #: Schemas that are compiled to find what cannot be enforced in one: at each place, altogether, and their characters.
 _MAX_TRIES, _MAX_TOTAL_TRIES, _MAX_TRIED_CHARS = 100, 400, 2 << 20
-#: The beginning of a line that quotes the grammar, and the part of a message that is searched for one.
-_DRAWING, _MAX_MESSAGE_CHARS = re.compile(r"\s*(?:\d+ *)?\|"), 10_000
 #: What may have a < in a Lark grammar: a text, a regular expression, a comment, or (matched last) a token's name. What
 #: has no end matches, too: otherwise the search would begin again at each of its quotes.
 _LARK_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])+/?|(?://|#)[^\n]*|<[^\s<>]+>')
@@ -58,14 +56,18 @@ class Vocabulary:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a fifth of a second for 50,000 tokens."""
-        self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
+        self._vocab_size = vocab_size
+        match = _ADDED_TOKENS.search(tokenizer_json)
+        assert match is not None, "the tokenizers library always writes them"
+        self._added_tokens, end = json.JSONDecoder().raw_decode(tokenizer_json, match.end())
+        self._around_added = tokenizer_json[: match.end()], tokenizer_json[end:]  # parsing all of it takes 0.3 s
         self._own: OrderedDict[str, Vocabulary] = OrderedDict()  # by added tokens
         self._eos_token_ids = tuple(eos_token_ids)
         tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         # llguidance takes every added token of the form <...> for a special one.
         plain = {
             token["content"]: token["id"]
-            for token in json.loads(tokenizer_json)["added_tokens"]
+            for token in self._added_tokens
             if not token["special"] and token["content"].startswith("<") and token["content"].endswith(">")
         }
         self._by_id = {name: f"<[{token_id}]>" for name, token_id in plain.items()}
@@ -82,21 +84,17 @@ class Vocabulary:
         if not text:
             return self
         if text not in self._own:
-            added, content = parsed_text(text), json.loads(self._tokenizer_json)
-            content["added_tokens"] += [
+            added = cached_adapter_tokenizer(text)
+            tokens = self._added_tokens + [
                 {"id": own.token_id, "content": token, **{flag: flag in own.flags for flag in TOKEN_FLAGS}}
                 for token, own in sorted(added.added_tokens.items(), key=lambda item: item[1].token_id)
             ]
-            self._own[text] = Vocabulary(json.dumps(content), added.vocab_size or self._vocab_size, self._eos_token_ids)
+            tokenizer_json = json.dumps(tokens).join(self._around_added)
+            self._own[text] = Vocabulary(tokenizer_json, added.vocab_size or self._vocab_size, self._eos_token_ids)
             if len(self._own) > _NUM_OWN:
                 self._own.popitem(last=False)
         self._own.move_to_end(text)
         return self._own[text]
-
-    @property
-    def num_compiled(self) -> int:
-        """Compiled grammars in memory."""
-        return len(self._compiled)
 
     def matcher(
         self, grammar: str, tenant_id: str, prefix: str = "", eos_token_ids: Sequence[int] | None = None
@@ -170,73 +168,6 @@ class _PlainTokens:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(self._tokenizer.tokenize_bytes(text))
-
-
-class EndTokens(NamedTuple):
-    """The tokens that end an answer of a sequence with ends of its own: `own` instead of the vocabulary's."""
-
-    vocabulary: tuple[int, ...]
-    own: tuple[int, ...]
-
-    def correct(self, words: NDArray[np.uint32], *, may_end: bool) -> None:
-        """Allow the own ends in a mask [W] where the answer may end, and no other end anywhere."""
-        for token_id in {*self.vocabulary, *self.own}:
-            words[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
-        for token_id in self.own if may_end else ():
-            words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-
-
-class GrammarMatcher:
-    """The position of one answer in its grammar. `num_words`: of a mask. One thread at a time."""
-
-    __slots__ = ("_ends", "_matcher", "num_words")
-
-    def __init__(self, matcher: LLMatcher, num_words: int, ends: EndTokens | None = None) -> None:
-        self._matcher, self.num_words = matcher, num_words
-        self._ends = ends
-
-    def consume(self, token_ids: list[int]) -> None:
-        """Advance by the answer's next tokens. Raises InvalidRequest for one that the grammar does not allow."""
-        if not self._matcher.consume_tokens(token_ids):
-            raise InvalidRequest(f"the answer left its grammar: {why(self._matcher.get_error())}")
-
-    def fill(self, words: NDArray[np.uint32]) -> None:
-        """Write the mask: bit i of words [W], lowest first, is whether token i may come next.
-
-        Where the answer is complete that is only the token that ends it. Raises InvalidRequest for a grammar that
-        exceeds a limit here.
-        """
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar is too complex at this point: {why(self._matcher.get_error())}")
-        if self._ends is not None:
-            self._ends.correct(words, may_end=self.is_complete())
-
-    def copy(self) -> GrammarMatcher:
-        """A copy at the same position, independent of this matcher."""
-        return GrammarMatcher(self._matcher.deep_copy(), self.num_words, self._ends)
-
-    def forced_token_ids(self) -> list[int]:
-        """The next tokens, as the tokenizer would write them, if the grammar allows only one text.
-
-        This matcher's masks may differ afterwards: call it on a copy.
-        """
-        return list(self._matcher.compute_ff_tokens())
-
-    def num_allowed(self, token_ids: list[int]) -> int:
-        """How many of the tokens may come next, one after the other."""
-        return int(self._matcher.validate_tokens(token_ids))
-
-    def is_complete(self) -> bool:
-        """Whether the answer may end here."""
-        return bool(self._matcher.is_accepting())
-
-
-def why(message: str) -> str:
-    """llguidance's reason in one line, without the quoted grammar."""
-    first, *others = message[:_MAX_MESSAGE_CHARS].split("\n")
-    lines = [first, *takewhile(lambda line: not _DRAWING.match(line), others)]
-    return " ".join(" ".join(lines).split())[:300]
 
 
 def enforceable(

@@ -21,9 +21,8 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.batch import ForwardOutput
 from app.engine.config import EngineConfig, VllmConfig
 from app.engine.engine import Engine
-from app.engine.engine_thread import HUNG_FACTOR, EngineThread, StepWatchdog
+from app.engine.engine_thread import HUNG_FACTOR, EngineThread, OnChunks, OnFailure, StepWatchdog
 from app.engine.errors import AdapterWriteFailed, ConfigError, EngineFailure, NotReady, UnsupportedField
-from app.engine.interface import OnChunks, OnFailure
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.request_validation import RequestValidator
@@ -294,9 +293,9 @@ class VllmEngine(Engine):
             self._slots.pin(pins)
         num_writes = self._slots.num_writes
         chunks = super().step()
-        plan = self._plan
-        has_planned = plan is not None and bool(plan.admitted_ids or plan.refusals)
-        self._has_more = bool(chunks) or has_planned or self._slots.num_writes != num_writes
+        schedule = self._schedule
+        has_scheduled = schedule is not None and bool(schedule.admitted_ids or schedule.refusals)
+        self._has_more = bool(chunks) or has_scheduled or self._slots.num_writes != num_writes
         self._measure(had_news=had_news)
         return chunks
 
@@ -318,9 +317,9 @@ class VllmEngine(Engine):
             self.process.send({"type": "abort", "ids": [wire_id(sequence)]})
         return super()._abort(request_id)
 
-    def _forward(self, plan: Schedule) -> ForwardOutput | None:
+    def _forward(self, schedule: Schedule) -> ForwardOutput | None:
         """Send the sequences whose adapter vLLM has; None, as their outputs come later."""
-        for sequence, _ in plan.items:
+        for sequence, _ in schedule.items:
             with contextlib.suppress(AdapterWriteFailed):  # the next step ends the adapter's requests
                 if self._slots.is_ready(sequence.adapter_slot):
                     self._vllm.mark_sent(sequence)
@@ -339,16 +338,11 @@ class VllmEngine(Engine):
 
 
 class VllmEngineThread(EngineThread):
-    """Runs a `VllmEngine`; `app.engine.interface.RunningEngine` documents the methods."""
+    """Runs a `VllmEngine`."""
 
     def __init__(self, engine: VllmEngine, on_chunks: OnChunks, on_failure: OnFailure | None = None) -> None:
         super().__init__(engine, on_chunks, on_failure)
         self._vllm = engine
-
-    @property
-    def worker_pid(self) -> int:
-        """The process that hosts vLLM."""
-        return self._vllm.process.pid
 
     def warm_up(self) -> None:
         self._vllm.waits = True

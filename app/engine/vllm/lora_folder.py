@@ -20,7 +20,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, check_features, to_float32
+from app.engine.adapters.adapter import (
+    LoraAdapter,
+    LoraKey,
+    LoraPair,
+    Matrix,
+    check_features,
+    to_float32,
+    unknown_module,
+)
+from app.engine.adapters.features import VLLM_FEATURES
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.formats.safetensors_file import write_safetensors
@@ -31,7 +40,6 @@ from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import LATENT_B
 from app.engine.models.moe_weight_layouts import mixtral_module
 from app.engine.models.spec import ModelSpec
-from app.engine.vllm.supported_features import SERVED
 
 #: Linux's folder in memory.
 _MEMORY = Path("/dev/shm")
@@ -61,12 +69,10 @@ class LoraFolders:
         return rank
 
     def _checked_rank(self, adapter: LoraAdapter) -> int:
-        check_features(adapter, SERVED)
+        check_features(adapter, VLLM_FEATURES)
         for key in adapter.weights:
             if key not in self._paths:
-                raise AdapterMismatch(
-                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
-                )
+                raise unknown_module(key)
             if key.target.rpartition(".")[2] in LATENT_B.targets:
                 raise AdapterMismatch(
                     f"vLLM multiplies {key.target!r} of layer {key.layer} into other weights and ignores a LoRA on it; "
@@ -134,10 +140,9 @@ class LoraFolders:
         return mixtral_module(path) if self._spec.family == "mixtral" else path
 
 
-def _pad(values: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+def _pad(values: Matrix, rank: int) -> NDArray[np.float32]:
     """[r, d] in float32, with rows of zeros up to `rank`."""
-    values = to_float32(values)
-    return np.pad(values, ((0, rank - values.shape[0]), (0, 0)))
+    return np.pad(to_float32(values), ((0, rank - values.shape[0]), (0, 0)))
 
 
 def _tensor(values: NDArray[np.float32]) -> RawTensor:

@@ -94,7 +94,7 @@ class VllmScheduler(Scheduler):
         """vLLM has the sequence now, under its `wire_id`."""
         self.sent[wire_id(sequence)] = self.unsent.pop(sequence.request_id)
 
-    def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:  # noqa: ARG002
+    def commit(self, schedule: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:  # noqa: ARG002
         """Account for the outputs that have arrived; `output` is None, as vLLM's come later than the step."""
         chunks: list[TokenChunk] = []
         num_ended = self._meter.num_finished + self._meter.num_aborted
@@ -126,7 +126,7 @@ class VllmScheduler(Scheduler):
         self._meter.num_tokens_computed += sequence.num_tokens if is_first else len(token_ids)
         for token_id in token_ids:
             sequence.append(token_id)
-            self._meter.count_generated_token(sequence.tenant_id)
+            self._meter.num_tokens_generated += 1
             self.queue.charge_token(sequence)
         self.queue.charge(sequence, HELD_BLOCK_PRICE * self._num_blocks(sequence) * len(token_ids))
         sequence.num_computed = sequence.num_tokens
@@ -174,7 +174,7 @@ class VllmScheduler(Scheduler):
             return
         sequence.num_cached = num_cached
         if sequence.request.num_charged is None:
-            self._meter.count_admission(sequence.tenant_id, 0, num_cached)
+            self._meter.num_cached_tokens += num_cached
         self.queue.charge(sequence, -INPUT_PRICE * num_cached)
 
     def _count_held(self, sequence: Sequence) -> None:

@@ -96,10 +96,6 @@ class WorkerProcess:
         self.send({"type": "start", "protocol": PROTOCOL, "arguments": arguments})
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def has_failed(self) -> bool:
         """Whether it said why it ends: one of its requests may be the cause, which no signal from outside is."""
         return self._failed is not None

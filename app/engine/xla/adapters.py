@@ -15,8 +15,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.engine.adapters.adapter import ACTIVATED, LoraAdapter, LoraKey, LoraPair, to_float32
-from app.engine.adapters.extra_weights import ExtraWeight, plan
+from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair, to_float32, unknown_module
+from app.engine.adapters.extra_weights import ExtraWeight, extra_weights
+from app.engine.adapters.features import ACTIVATED, XLA_FEATURES
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import linear_module_of
@@ -26,7 +27,6 @@ from app.engine.xla.base_weights import XlaBaseWeights
 from app.engine.xla.moe_lora_tables import XlaMoeLoraTables
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import StepAdapters
-from app.engine.xla.supported_features import SERVED
 from app.kernels.sgmv.xla import RANK_CHUNK
 
 
@@ -48,7 +48,7 @@ class XlaAdapters:
         self._columns = {module.name: shard_columns(module, sizes.shards_of(module)) for module in sizes.whole}
         self._base = XlaBaseWeights(sizes, weights.layers, mesh) if extra_bytes and num_rows else None
         self.experts = XlaMoeLoraTables(sizes, num_slots, extra_bytes)
-        self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraWeight, ...]] = WeakKeyDictionary()
+        self._extra_weights: WeakKeyDictionary[LoraAdapter, tuple[ExtraWeight, ...]] = WeakKeyDictionary()
         self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
         self._has_extras = np.zeros(num_slots, np.bool_)
         self._ranks = {
@@ -110,7 +110,7 @@ class XlaAdapters:
         beyond = adapter.features - {ACTIVATED}
         if not beyond:
             return
-        refused = " or ".join(sorted(beyond - SERVED))
+        refused = " or ".join(sorted(beyond - XLA_FEATURES))
         if refused:
             raise AdapterMismatch(f"the xla engine does not serve {refused}; use engine.cpu or engine.cuda")
         features = " or ".join(sorted(beyond))
@@ -120,8 +120,8 @@ class XlaAdapters:
             raise AdapterMismatch(
                 f"the xla engine applies {features} besides rank rows only, and this adapter has none; use engine.cpu"
             )
-        if adapter not in self._plans:
-            self._plans[adapter] = plan(adapter, self._sizes.spec, self._base)
+        if adapter not in self._extra_weights:
+            self._extra_weights[adapter] = extra_weights(adapter, self._sizes.spec, self._base)
 
     def rows_of(self, adapter: LoraAdapter, num_rows: int) -> RankTables:
         """A prepared adapter's rows to write: NumPy arrays in the tables' layout."""
@@ -137,13 +137,13 @@ class XlaAdapters:
                     table[target] = np.zeros((shape[target][0], parts, floats // parts), np.float32)
         for (layer, target, _), pair in _single(adapter):
             module = linear_module_of(sizes.single, target)
-            place = sizes.place(module.name, layer)
+            stacked_layer = sizes.stacked_layer(module.name, layer)
             wide_a, wide_b = to_float32(pair.a), to_float32(pair.b)
             for shard, columns in enumerate(self._columns[module.name][target]):
                 own_a = wide_a[:, columns] if module.kind.split == "input" else wide_a
                 own_b = wide_b[:, columns] if module.kind.split == "output" else wide_b
                 for whole, rows in ((a[target], own_a), (b[target], own_b)):
-                    whole[place, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
+                    whole[stacked_layer, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
         whole_a, whole_b = (
             {target: _side_by_side(part, num_rows) for target, part in table.items()} for table in (a, b)
         )
@@ -155,8 +155,8 @@ class XlaAdapters:
             table[:, adapter_slot] = 0
         for (layer, target, _), pair in _single(adapter):
             module = linear_module_of(self._sizes.single, target)
-            place = self._sizes.place(module.name, layer)
-            self._ranks[module.name][place, adapter_slot, module.targets.index(target)] = pair.rank
+            stacked_layer = self._sizes.stacked_layer(module.name, layer)
+            self._ranks[module.name][stacked_layer, adapter_slot, module.targets.index(target)] = pair.rank
         self._starts[adapter_slot] = row_start
         self._max_ranks[adapter_slot] = max((pair.rank for _, pair in _single(adapter)), default=0)
         self._has_extras[adapter_slot] = bool(adapter.features - {ACTIVATED})
@@ -189,10 +189,10 @@ class XlaAdapters:
         )
 
     def _check_modules(self, adapter: LoraAdapter) -> None:
-        for layer, target, expert in adapter.weights:
-            found = [module for module in self._sizes.modules if target in module.targets]
-            if not found or expert not in found[0].experts or layer not in self._sizes.layers_of(found[0].name):
-                raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
+        for key in adapter.weights:
+            found = [module for module in self._sizes.modules if key.target in module.targets]
+            if not found or key.expert not in found[0].experts or key.layer not in self._sizes.layers_of(found[0].name):
+                raise unknown_module(key)
         self.experts.check(adapter)
 
     @property
@@ -205,12 +205,13 @@ class XlaAdapters:
         shapes = self.shapes(RANK_CHUNK)
         scales = {name: np.ones(shape, np.float32) for name, shape in shapes.scales.items()}
         shifts = {name: np.zeros(shape, np.float32) for name, shape in shapes.shifts.items()}
-        for kind, layer, target, values in self._plans.get(adapter, ()):
+        for kind, layer, target, values in self._extra_weights.get(adapter, ()):
             assert kind in ("scale", "shift")
             assert target is not None
             assert layer is not None
             module = linear_module_of(self._sizes.single, target)
-            table = (scales if kind == "scale" else shifts)[module.name][self._sizes.place(module.name, layer), 0]
+            stacked_layer = self._sizes.stacked_layer(module.name, layer)
+            table = (scales if kind == "scale" else shifts)[module.name][stacked_layer, 0]
             columns = module.columns(target)
             if module.kind.split == "input":
                 table[columns] = values

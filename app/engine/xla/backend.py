@@ -44,7 +44,7 @@ from app.kernels.sgmv.xla import RANK_CHUNK, add_deltas
 _LOGGER = logging.getLogger(__name__)
 
 
-class JaxBackend:
+class XlaBackend:
     """Weights on one device or split over several; float32 arithmetic."""
 
     def __init__(
@@ -64,7 +64,6 @@ class JaxBackend:
             rank_alignment=RANK_CHUNK,
             max_loras=config.max_loras,
             extra_weights_bytes=config.extra_weights_bytes,
-            takes_bfloat16=True,
         )
         self._num_kv_slots = config.num_kv_blocks * config.block_size
         if self._num_kv_slots >= 1 << 31:
@@ -104,7 +103,7 @@ class JaxBackend:
     @property
     def compile_s(self) -> float:
         """See `Backend.compile_s`."""
-        return self.writers_compile_s + self.programs.seconds
+        return self.writers_compile_s + self.programs.compile_s
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`. Also raises AdapterMismatch for a feature that this engine does not serve."""
@@ -150,12 +149,6 @@ class JaxBackend:
         assert self._last is not None, "no step has run"
         return np.asarray(self._last.logits)[:num_rows]
 
-    def hlo(self, bucket: Bucket) -> str:
-        """The optimised program of a bucket as text (tests count its collectives)."""
-        text = self.programs.program(bucket).as_text()
-        assert isinstance(text, str)
-        return text
-
     def trim_memory(self, *_: object) -> bool:
         """See `Backend.trim_memory`: the device's memory is reserved at start."""
         return False
@@ -171,20 +164,16 @@ class JaxBackend:
         step = partial(forward, bucket=bucket, sizes=self._sizes, add_deltas=self._add_deltas)
         weights, tables, places, kv = self._argument_shapes
         run = sharding.over_shards(step, self._mesh, weights, self._row_specs, self._sizes)
-        replicated = NamedSharding(self._mesh, sharding.REPLICATED)
-        flat = jax.ShapeDtypeStruct((bucket.size,), np.int32, sharding=replicated)
+        flat = sharding.shape_struct(self._mesh, (bucket.size,), sharding.REPLICATED, np.int32)
         return jax.jit(run, donate_argnums=(3,)).lower(weights, tables, places, kv, flat).compile()
 
     def _compile_writer(self, count: int) -> Any:
         """The program that writes an adapter of at most `count` rank rows."""
-
-        def shape_struct(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
-
         shapes = jax.tree.map(_shape_of, self._tables)
         specs = self._row_specs._replace(experts=None)
-        rows = jax.tree.map(shape_struct, self._adapters.shapes(count), specs, is_leaf=_is_shape)
-        start = shape_struct((), sharding.REPLICATED).update(dtype=np.int32)
+        struct = partial(sharding.shape_struct, self._mesh)
+        rows = jax.tree.map(struct, self._adapters.shapes(count), specs, is_leaf=_is_shape)
+        start = struct((), sharding.REPLICATED, np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_rows, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, start).compile()
 
@@ -192,14 +181,11 @@ class JaxBackend:
         """The program that writes pages of experts' rows; None without such pages."""
         if self._tables.experts is None:
             return None
-
-        def shape_struct(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
-
         shapes = jax.tree.map(_shape_of, self._tables.experts)
         experts = self._adapters.experts
-        rows = jax.tree.map(shape_struct, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
-        pages = shape_struct((PAGES_AT_ONCE,), sharding.REPLICATED).update(dtype=np.int32)
+        struct = partial(sharding.shape_struct, self._mesh)
+        rows = jax.tree.map(struct, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
+        pages = struct((PAGES_AT_ONCE,), sharding.REPLICATED, np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_pages, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, pages).compile()
 
@@ -230,7 +216,7 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
             f"engine.xla.platform is {xla.platform!r} but JAX has no such device here: {error}"
         ) from error
     mesh = sharding.make_mesh(devices, xla.tensor_parallel, xla.expert_parallel)
-    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, mesh)
+    return XlaBackend(checkpoint.spec, checkpoint.tensors(), config, mesh)
 
 
 def lora_kernel(kernel_backend: str, platform: str) -> AddDeltas:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
@@ -22,6 +22,7 @@ from app.engine.adapters.adapter import LoraKey, LoraPair, to_float32
 from app.engine.models.linear_modules import LinearModule, linear_module_of
 from app.engine.models.sharding import shard_columns, whole_output
 from app.engine.xla.arrays import SHARD_AXES, Floats, XlaLayers
+from app.engine.xla.sharding import shape_struct
 from app.engine.xla.sizes import XlaSizes
 
 #: Rank rows that a program multiplies at a time.
@@ -59,7 +60,7 @@ class XlaBaseWeights:
         return (
             None
             if biases is None
-            else self._whole(np.asarray(biases)[self._sizes.place(module.name, key.layer)], module, key.target)
+            else self._whole(np.asarray(biases)[self._sizes.stacked_layer(module.name, key.layer)], module, key.target)
         )
 
     def _base(self, module: LinearModule, target: str, layer: int, a: Floats) -> tuple[NDArray[np.float64], Floats]:
@@ -71,8 +72,8 @@ class XlaBaseWeights:
             rows[:count] = a[first : first + count]
             if module.kind.split == "input":
                 rows = rows[:, self._columns[module.name][target].reshape(-1)]
-            program, place = self._programs[module.name], np.int32(self._sizes.place(module.name, layer))
-            lines = np.asarray(program(self._layers.modules[module.name], rows, place))
+            stacked_layer = np.int32(self._sizes.stacked_layer(module.name, layer))
+            lines = np.asarray(self._programs[module.name](self._layers.modules[module.name], rows, stacked_layer))
             whole = np.stack([self._whole(line, module, target) for line in [*lines[:count], lines[-1]]])
             found.append(whole)
         products = np.concatenate([whole[:-1] for whole in found]).astype(np.float64)
@@ -97,14 +98,10 @@ class XlaBaseWeights:
                 out_specs=P() if splits_input else P(None, SHARD_AXES),
                 check_vma=False,
             )
-
-        def shape_struct(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, spec))
-
         d_in = module.d_in * (num_shards if splits_input else 1)
-        rows = shape_struct((_ROWS, d_in), np.float32, P(None, SHARD_AXES) if splits_input else P())
-        weights = shape_struct(stack.shape, stack.dtype, stack.sharding.spec)
-        return jax.jit(run).lower(weights, rows, shape_struct((), np.int32, P())).compile()
+        rows = shape_struct(self._mesh, (_ROWS, d_in), P(None, SHARD_AXES) if splits_input else P())
+        weights = shape_struct(self._mesh, stack.shape, stack.sharding.spec, stack.dtype)
+        return jax.jit(run).lower(weights, rows, shape_struct(self._mesh, (), P(), np.int32)).compile()
 
 
 def _products_and_squares(stack: Array, rows: Array, layer: Array) -> Array:

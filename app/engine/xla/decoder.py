@@ -3,7 +3,7 @@
 Layers run under `lax.scan`: a program's size and compile time do not grow with depth. KV memory is donated, so it is
 written in place; memory and tables are indexed by layer, never sliced or copied. Attention and products of experts are
 `app.kernels.*.xla`; LoRA deltas are added by the kernel of `kernel_backend`. Layers may differ in their feed-forward:
-arrays of a module count the layers that have it (`XlaSizes.place`).
+arrays of a module count the layers that have it (`XlaSizes.stacked_layer`).
 
 On several devices every shard runs the same function. q, k, v, gate and up are split on the output, o and down on the
 input, with one sum over shards after each of the latter. Experts are divided among devices, and so are the columns of
@@ -143,14 +143,14 @@ class _Decoder:
         dense, mixed = sizes.layers_of("gate_up"), sizes.layers_of("router")
         if not mixed:
             return self._mlp(x, layer, "gate_up", "down")
-        place = self._place(mixed, layer)
+        stacked_layer = self._stacked_layer(mixed, layer)
         if not dense:
-            return self._experts(x, place)
+            return self._experts(x, stacked_layer)
         is_dense = jnp.array([one in dense for one in range(sizes.num_layers)])[layer]
         added: Array = lax.cond(
             is_dense,
-            lambda x: self._mlp(x, self._place(dense, layer), "gate_up", "down"),
-            lambda x: self._experts(x, place),
+            lambda x: self._mlp(x, self._stacked_layer(dense, layer), "gate_up", "down"),
+            lambda x: self._experts(x, stacked_layer),
             x,
         )
         return added
@@ -179,11 +179,11 @@ class _Decoder:
             y = y + layers.biases[name][layer]
         return self._columns(self._apply_extras(y, layer, module), name)
 
-    def _experts(self, x: Array, place: Array) -> Array:
-        """Σ weight * expert(x) + gate * shared(x) of normed rows [T, H]. place: index among the layers with experts."""
+    def _experts(self, x: Array, stacked_layer: Array) -> Array:
+        """Σ weight * expert(x) + gate * shared(x) of normed rows [T, H]; stacked_layer counts those with experts."""
         sizes, modules, step = self._sizes, self._weights.layers.modules, self._step
         mixture, count = sizes.mixture, sizes.experts_per_shard
-        (logits,) = self.linear(x, place, "router")
+        (logits,) = self.linear(x, stacked_layer, "router")
         experts, topk_weights = route(logits, mixture.router)
         mine = lax.axis_index(EXPERT_AXIS) * count if sizes.expert_shards > 1 else jnp.int32(0)
         num_slots = len(self._places.starts)
@@ -191,11 +191,11 @@ class _Decoder:
         pages = self._places.experts
         runs = None
         if pages is not None:
-            first_pages = lax.dynamic_slice(pages.first_pages[place], (mine * num_slots,), (count * num_slots,))
+            first_pages = lax.dynamic_slice(pages.first_pages[stacked_layer], (mine * num_slots,), (count * num_slots,))
             runs = page_runs(pairs.keys, first_pages, len(pages.next_pages) - 1)
 
         def linear(x: Array, name: str) -> tuple[Array, ...]:
-            y = multiply_groups(x, modules[name], place * count, pairs.starts)
+            y = multiply_groups(x, modules[name], stacked_layer * count, pairs.starts)
             if runs is not None:
                 y = self._expert_deltas(x, y, name, runs)
             bias = self._weights.layers.biases[name]
@@ -203,7 +203,7 @@ class _Decoder:
                 expert = jnp.minimum(pairs.keys // num_slots, count - 1)  # any expert for pairs of other devices
                 # Devices that share an expert add up their parts of down: only one of them adds the bias.
                 is_mine = name == "experts_gate_up" or sizes.tensor_shards == 1 or lax.axis_index(TENSOR_AXIS) == 0
-                y = y + jnp.where(is_mine, bias[place * count + expert], 0)
+                y = y + jnp.where(is_mine, bias[stacked_layer * count + expert], 0)
             return self._columns(y, name)
 
         gate, up = linear(x[pairs.tokens], "experts_gate_up")
@@ -212,10 +212,10 @@ class _Decoder:
             out = lax.psum(out, SHARD_AXES)
         if mixture.shared is None:
             return out
-        shared = self._mlp(x, place, "shared_gate_up", "shared_down")
-        return out + (
-            jax.nn.sigmoid(self.linear(x, place, "shared_gate")[0]) * shared if mixture.shared.is_gated else shared
-        )
+        shared = self._mlp(x, stacked_layer, "shared_gate_up", "shared_down")
+        if mixture.shared.is_gated:
+            shared = jax.nn.sigmoid(self.linear(x, stacked_layer, "shared_gate")[0]) * shared
+        return out + shared
 
     def _expert_deltas(self, x: Array, y: Array, name: str, runs: PageRuns) -> Array:
         """Add adapters' deltas of experts to y [P, columns] of the sorted pairs, page after page."""
@@ -236,10 +236,10 @@ class _Decoder:
         added: Array = lax.fori_loop(0, self._step.most_pages, add_page, (y, runs.pages))[0]
         return added
 
-    def _mlp(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
+    def _mlp(self, x: Array, stacked_layer: Array, gate_up: str, down: str) -> Array:
         """The dense feed-forward of normed rows [T, H]."""
-        gate, up = self.linear(x, place, gate_up)
-        return self.linear(self._activation(gate, up), place, down)[0]
+        gate, up = self.linear(x, stacked_layer, gate_up)
+        return self.linear(self._activation(gate, up), stacked_layer, down)[0]
 
     def _activation(self, gate: Array, up: Array) -> Array:
         """act(gate) * up, or its clamped form; see `MlpSpec`."""
@@ -250,10 +250,10 @@ class _Decoder:
         is_gelu = mlp.activation == "gelu_tanh"
         return (jax.nn.gelu(gate, approximate=True) if is_gelu else jax.nn.silu(gate)) * up
 
-    def _place(self, layers: tuple[int, ...], layer: Array) -> Array:
+    def _stacked_layer(self, layers: tuple[int, ...], layer: Array) -> Array:
         """A layer's index among `layers`; 0 where it is none of them."""
-        places = [layers.index(one) if one in layers else 0 for one in range(self._sizes.num_layers)]
-        return jnp.array(places, jnp.int32)[layer]
+        indices = [layers.index(one) if one in layers else 0 for one in range(self._sizes.num_layers)]
+        return jnp.array(indices, jnp.int32)[layer]
 
     def _columns(self, y: Array, name: str) -> tuple[Array, ...]:
         """Each target's columns of a module's output."""

@@ -89,10 +89,10 @@ class XlaMoeLoraTables:
         own_pages = self._pages_of[adapter_slot] = []
         filled: list[tuple[int, dict[str, LoraPair]]] = []
         for (layer, expert), pairs in _by_expert(adapter).items():
-            place, count = self._sizes.place("experts_down", layer), _num_pages(pairs.values())
+            stacked_layer, count = self._sizes.stacked_layer("experts_down", layer), _num_pages(pairs.values())
             mine = [self._free.pop() for _ in range(count)]
             own_pages += mine
-            self._first_pages[place, expert, adapter_slot] = mine[0]
+            self._first_pages[stacked_layer, expert, adapter_slot] = mine[0]
             self._next_pages[mine] = [*mine[1:], self.num_pages]
             self._longest[adapter_slot] = max(self._longest[adapter_slot], count)
             for number, page in enumerate(mine):

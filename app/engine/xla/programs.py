@@ -46,21 +46,16 @@ class Programs:
         self._stopped = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
-        self.compile_s: dict[Bucket, float] = {}
+        self.compile_s_by_bucket: dict[Bucket, float] = {}
         if not skip_precompile:
             self._compile(self.buckets[-1])
             self._thread = threading.Thread(target=self._compile_rest, name="jax-precompile", daemon=True)
             self._thread.start()
 
     @property
-    def num_compiled(self) -> int:
-        """Number of programs compiled so far."""
-        return len(self.compile_s)
-
-    @property
-    def seconds(self) -> float:
+    def compile_s(self) -> float:
         """Seconds spent compiling."""
-        return sum(self.compile_s.copy().values())
+        return sum(self.compile_s_by_bucket.copy().values())
 
     def wait(self) -> None:
         """Wait until every program is ready; raises the error of a failed compilation."""
@@ -105,7 +100,7 @@ class Programs:
             if bucket not in self._ready:
                 start = time.perf_counter()
                 program = self._compile_one(bucket)
-                self.compile_s[bucket] = time.perf_counter() - start
+                self.compile_s_by_bucket[bucket] = time.perf_counter() - start
                 self._ready[bucket] = program
 
     def _compile_rest(self) -> None:

@@ -1,8 +1,8 @@
 """PartitionSpecs: the array axes that lie along each axis of the device mesh.
 
-The mesh has three named axes, `data` (replicas of the model, of length 1 today), `expert` and `tensor`. Experts lie
-along `expert`, their columns along `tensor`; everything else is divided over both together. Axes hold whole shards one
-after the other: no partitioner decides anything, and the decoder spells out all communication.
+The mesh has two named axes, `expert` and `tensor`. Experts lie along `expert`, their columns along `tensor`; everything
+else is divided over both together. Axes hold whole shards one after the other: no partitioner decides anything, and the
+decoder spells out all communication.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import DTypeLike
 
 from app.engine.errors import ConfigError
 from app.engine.models.linear_modules import LATENT_B
 from app.engine.xla.arrays import EXPERT_AXIS, SHARD_AXES, TENSOR_AXIS, KvMemory, RankTables, StepResult, XlaWeights
 from app.engine.xla.sizes import XlaSizes
 
-AXES = ("data", *SHARD_AXES)
 REPLICATED = P()
 _COLUMNS, _DEPTH = P(None, SHARD_AXES), P(None, None, SHARD_AXES)
 _EXPERT_COLUMNS, _EXPERT_DEPTH = P(EXPERT_AXIS, TENSOR_AXIS), P(EXPERT_AXIS, None, TENSOR_AXIS)
@@ -35,7 +35,7 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parall
             f"engine.xla.tensor_parallel is {tensor_parallel}{times} but JAX sees {len(devices)} "
             f"{devices[0].platform} devices; lower it, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count"
         )
-    return Mesh(np.array(devices[:count]).reshape(1, expert_parallel, tensor_parallel), AXES)
+    return Mesh(np.array(devices[:count]).reshape(expert_parallel, tensor_parallel), SHARD_AXES)
 
 
 def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
@@ -70,6 +70,11 @@ def kv_specs(sizes: XlaSizes) -> KvMemory:
         return KvMemory(REPLICATED, None)
     by_head = P(None, None, SHARD_AXES)
     return KvMemory(by_head, by_head)
+
+
+def shape_struct(mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: DTypeLike = np.float32) -> jax.ShapeDtypeStruct:
+    """An array with this layout, to compile a program for."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _each(field: Any, spec: P) -> Any:

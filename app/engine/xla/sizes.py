@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.engine.errors import CheckpointError, ConfigError
+from app.engine.errors import ConfigError
 from app.engine.models.linear_modules import LATENT_B, LinearModule, absorbed_modules, stacked_modules
 from app.engine.models.sharding import check_shards, shard_module
 from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
@@ -91,7 +91,7 @@ class XlaSizes:
         is_absorbed = any(module.name == name for module in self.absorbed)
         return tuple(range(self.num_layers)) if is_absorbed else next(found, ())
 
-    def place(self, name: str, layer: int) -> int:
+    def stacked_layer(self, name: str, layer: int) -> int:
         """A layer's index in the arrays of a module that it has."""
         return self.layers_of(name).index(layer)
 
@@ -107,8 +107,7 @@ class XlaSizes:
 
 
 def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> XlaSizes:
-    """Raises CheckpointError for a model that this engine does not compute, ConfigError if it does not divide so."""
-    _check_served(spec)
+    """Raises CheckpointError if layers differ in more than a device can stack, ConfigError if it does not divide so."""
     stacked = stacked_modules(spec)
     whole = tuple(module for module, _ in stacked)
     counts = {module.num_experts for module in whole if module.num_experts is not None}
@@ -129,14 +128,3 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, expert_shards: int = 1) -> Xla
     layers = tuple(layers for _, layers in stacked)
     absorbed = absorbed_modules(spec.layers[0].attention)
     return XlaSizes(spec, tensor_shards, expert_shards, whole, modules, layers, absorbed)
-
-
-def _check_served(spec: ModelSpec) -> None:
-    """Raises CheckpointError for arithmetic that the decoder lacks."""
-    for layer in spec.layers:
-        refused = {
-            "soft caps and norms behind each block": layer.post_norms or layer.attention.softcap is not None,
-        }
-        for name, is_there in refused.items():
-            if is_there:
-                raise CheckpointError(f"engine.xla does not serve {spec.family}'s {name} ({spec.name}); use engine.cpu")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.errors import CheckpointError
 from app.engine.models.linear_modules import LATENT_B, LinearModule
+from app.engine.models.rope import rope_tables
 from app.engine.models.sharding import shard_columns
 from app.engine.models.weight_names import (
     EMBEDDING,
@@ -24,7 +24,7 @@ from app.engine.models.weight_names import (
     SINKS,
     LatentNorm,
     LayerNorm,
-    expected_tensors,
+    checked_tensors,
     latent_norm_widths,
     qk_norm_widths,
 )
@@ -45,14 +45,8 @@ _QK_NORMS: dict[LayerNorm, str] = {"q_norm": "q_proj", "k_norm": "k_proj"}
 def read_weights(sizes: XlaSizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int) -> XlaWeights:
     """Consume every tensor, as float32. Raises CheckpointError for one that has no place or is missing."""
     filling = _Filling(sizes)
-    missing = set(expected_tensors(sizes.spec))
-    for name, stored in tensors:
-        if name not in missing:
-            raise CheckpointError(f"tensor {name!r} has no place in {sizes.spec.name}")
-        missing.discard(name)
+    for name, stored in checked_tensors(sizes.spec, tensors):
         filling.place(name, np.asarray(stored).astype(np.float32, copy=False))
-    if missing:
-        raise CheckpointError(f"{sizes.spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
     return filling.finish(max_positions)
 
 
@@ -114,20 +108,20 @@ class _Filling:
             self._place_heads(layer, tensor)
             return
         module, target, expert = self._places[path]
-        layer = self._sizes.place(module.name, layer)
+        stacked_layer = self._sizes.stacked_layer(module.name, layer)
         mine, is_output = self._columns[module.name][target], module.kind.split == "output"
         columns = module.columns(target)
         if kind == "bias":
             bias = self._biases[module.name]
             assert bias is not None
-            matrix = self._matrix(module, layer, expert)
+            matrix = self._matrix(module, stacked_layer, expert)
             if is_output:
                 bias[matrix].reshape(self._sizes.shards_of(module), -1)[:, columns] = tensor[mine]
             else:
                 bias[matrix, columns] = tensor
             return
         for shard, part in enumerate(mine):
-            matrix = self._matrix(module, layer, expert) * len(mine) + shard
+            matrix = self._matrix(module, stacked_layer, expert) * len(mine) + shard
             self._stacks[module.name][matrix, columns] = tensor[part] if is_output else tensor[:, part]
 
     def _place_heads(self, layer: int, tensor: Floats) -> None:
@@ -139,22 +133,19 @@ class _Filling:
             for module, part in zip(self._sizes.absorbed, (rows[:key_size].T, rows[key_size:]), strict=True):
                 self._stacks[module.name][self._matrix(module, layer, head)] = part
 
-    def _matrix(self, module: LinearModule, place: int, expert: int | None) -> int:
+    def _matrix(self, module: LinearModule, stacked_layer: int, expert: int | None) -> int:
         """A matrix's index in its module's stack: expert shards, then layers, then experts of a shard; or heads."""
         if expert is None:
-            return place
+            return stacked_layer
         count = self._sizes.group_size(module)
         layers = len(self._sizes.layers_of(module.name))
-        return (expert // count * layers + place) * count + expert % count
+        return (expert // count * layers + stacked_layer) * count + expert % count
 
     def finish(self, max_positions: int) -> XlaWeights:
         """The finished weights."""
         spec, shards = self._sizes.spec, self._sizes.num_shards
         attentions = [layer.attention for layer in spec.layers]
-        ropes = list(dict.fromkeys(attention.rope for attention in attentions))
-        positions = np.arange(max_positions, dtype=np.float32)
-        angles = [positions[:, None] * np.array(rope.inv_freq, np.float32)[None] for rope in ropes]
-        factors = [np.float32(rope.attention_factor) for rope in ropes]
+        ropes = rope_tables(spec, max_positions)
         modules = {
             module.name: _join_shards(
                 self._stacks[module.name], self._sizes.shards_of(module), module.kind.split == "input"
@@ -163,7 +154,7 @@ class _Filling:
         }
         layers = XlaLayers(
             modules, self._biases, **self._norms,
-            rope=np.array([ropes.index(attention.rope) for attention in attentions], np.int32),
+            rope=ropes.layer_rope.astype(np.int32),
             window=np.array([attention.window or 0 for attention in attentions], np.int32),
             scale=np.array([attention.scale for attention in attentions], np.float32),
             sinks=self._sinks,
@@ -172,8 +163,8 @@ class _Filling:
             embedding=None if spec.tie_embeddings and shards == 1 else self._top[EMBEDDING],
             head=self._head(self._top[EMBEDDING if spec.tie_embeddings else LM_HEAD]),
             final_norm=self._top[FINAL_NORM],
-            cos=np.stack([np.cos(a) * f for a, f in zip(angles, factors, strict=True)]),
-            sin=np.stack([np.sin(a) * f for a, f in zip(angles, factors, strict=True)]),
+            cos=ropes.cos,
+            sin=ropes.sin,
             layers=layers,
         )
 

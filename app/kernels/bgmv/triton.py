@@ -17,10 +17,7 @@ import triton
 import triton.language as tl
 
 from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
-from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
-
-#: Programs that keep every multiprocessor of a large GPU busy (H200: 132, four each).
-_ENOUGH_PROGRAMS = 528
+from app.kernels.tuning import ENOUGH_PROGRAMS, ceil_div, next_power_of_two, shape_key, tuned_config
 
 
 class Configuration(NamedTuple):
@@ -51,10 +48,10 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
     num_parts = min(ceil_div(max_rank, block_rank), 4)
     block_k = min(next_power_of_two(rows.depth), 256)
     num_splits = 1
-    while num_splits < 16 and num_splits * block_k < rows.depth and bucket * num_slices * num_splits < _ENOUGH_PROGRAMS:
+    while num_splits < 16 and num_splits * block_k < rows.depth and bucket * num_slices * num_splits < ENOUGH_PROGRAMS:
         num_splits *= 2
     block_columns = min(next_power_of_two(max(rows.widths)), 512)
-    while block_columns > 128 and bucket * ceil_div(width, block_columns) < _ENOUGH_PROGRAMS:
+    while block_columns > 128 and bucket * ceil_div(width, block_columns) < ENOUGH_PROGRAMS:
         block_columns //= 2
     return Configuration(block_rank, block_k, num_splits, num_parts, 4, block_columns, 4)
 

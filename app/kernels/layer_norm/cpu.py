@@ -65,11 +65,14 @@ def layer_norm(team, phase, x, weight, bias, eps, out):
 
 
 @jit
-def embed_normed(team, phase, token_ids, positions, words, places, segment, weight, bias, eps, hidden, out):
-    """hidden[t] = out[t] = layer_norm(word + segment + place): the input of a BERT (Devlin et al. 2019).
+def embed_normed(
+    team, phase, token_ids, position_ids, word_embeddings, position_embeddings, token_type_embedding, weight, bias, eps,
+    hidden, out,
+):  # fmt: skip
+    """hidden[t] = out[t] = layer_norm(word + token type + position): the input of a BERT (Devlin et al. 2019).
 
-    token_ids, positions: [T] int32; words: [V, H]; places: [P, H]; segment: [H], the row of the only segment there is;
-    hidden: [T, >= H] and out: [T, H], in place. One phase.
+    token_ids, position_ids: [T] int32; word_embeddings: [V, H]; position_embeddings: [P, H]; token_type_embedding: [H],
+    the row of the only type there is; hidden: [T, >= H] and out: [T, H], in place. One phase.
     """
     size = weight.shape[0]
     lanes, squares = np.empty(8, np.float32), np.empty(size, np.float32)
@@ -79,7 +82,8 @@ def embed_normed(team, phase, token_ids, positions, words, places, segment, weig
         first, end = piece(index, token_ids.shape[0], NORM_ROWS)
         for t in range(first, end):
             for i in range(size):
-                out[t, i] = words[token_ids[t], i] + segment[i] + places[positions[t], i]
+                word = word_embeddings[token_ids[t], i]
+                out[t, i] = word + token_type_embedding[i] + position_embeddings[position_ids[t], i]
             normalise_centred_row(out[t], weight, bias, eps, lanes, squares, out[t])
             for i in range(size):
                 hidden[t, i] = out[t, i]

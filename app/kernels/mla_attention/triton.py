@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from app.kernels.paged_attention.triton import _merge, _merge_parts, _splits, _tile, _write
-from app.kernels.tuning import ceil_div, next_power_of_two
+from app.kernels.tuning import ENOUGH_PROGRAMS, ceil_div, next_power_of_two
 
-_ENOUGH_PROGRAMS = 528
 #: Keys of a tile; keys of one split in batch-invariant mode; the most programs that share a sequence's splits.
 _BLOCK_KEYS, _SPLIT_KEYS, _MAX_PROGRAMS = 32, 512, 64
 #: Queries times heads of a program.
@@ -94,7 +93,7 @@ def latent_attention(
         num_programs = min(ceil_div(max_seq_len, _SPLIT_KEYS), _MAX_PROGRAMS) if is_decode else 1
     else:
         busy = max(num_tiles * (num_heads // group), 1)
-        wanted = min(_ENOUGH_PROGRAMS // busy, ceil_div(max_seq_len, 4 * _BLOCK_KEYS))
+        wanted = min(ENOUGH_PROGRAMS // busy, ceil_div(max_seq_len, 4 * _BLOCK_KEYS))
         num_programs = next_power_of_two(max(1, min(wanted, _MAX_PROGRAMS)))
     fixed_keys = ceil_div(_SPLIT_KEYS, _BLOCK_KEYS) * _BLOCK_KEYS if batch_invariant else 0
     num_splits = ceil_div(max_seq_len, fixed_keys) if batch_invariant else num_programs

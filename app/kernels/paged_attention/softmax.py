@@ -44,7 +44,8 @@ def softmax_step(
 
     `scores` is the address of KEYS float32, on return probabilities, zero outside of low to high (low < high); their
     previous contents there, NaN or not, are ignored. `maximum`, `total`: addresses of one float32; `acc`: of `width`, a
-    multiple of LANES. A row begins with minus infinity, 0 and zeros.
+    multiple of LANES. A row begins with minus infinity, 0 and zeros. A visible score that is NaN or infinity makes the
+    sum NaN: `exp` alone would hide that a product overflowed, and all keys would count the same.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -79,7 +80,10 @@ def _emit(builder: Any, scores: Any, low: Any, high: Any, maximum: Any, total: A
     tops = spread(builder, builder.select(grown, top, old))
     chances = []
     for value, inside, start in zip(values, seen, starts, strict=True):
-        chance = builder.select(inside, exp(builder, builder.fsub(value, tops)), constant(0.0))
+        distance = builder.fsub(value, tops)
+        is_nan = builder.fcmp_unordered("uno", distance, distance)
+        chance = builder.select(is_nan, distance, exp(builder, distance))
+        chance = builder.select(inside, chance, constant(0.0))
         store(builder, chance, scores, start)
         chances.append(chance)
     added = across(builder, tree(builder, chances, plus), plus)

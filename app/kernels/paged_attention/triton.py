@@ -18,9 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
-
-_ENOUGH_PROGRAMS = 528
+from app.kernels.tuning import ENOUGH_PROGRAMS, ceil_div, next_power_of_two, shape_key, tuned_config
 
 #: Keys of one split in batch-invariant mode, and the most programs that share a sequence's splits.
 _SPLIT_KEYS = 512
@@ -67,7 +65,7 @@ def configuration(
         num_programs = min(ceil_div(max_seq_len, _SPLIT_KEYS), _MAX_PROGRAMS)
         num_programs = num_programs if max_query_len == 1 else 1
     else:
-        wanted = min(_ENOUGH_PROGRAMS // max(tiles * num_kv_heads, 1), ceil_div(max_seq_len, 4 * block_keys))
+        wanted = min(ENOUGH_PROGRAMS // max(tiles * num_kv_heads, 1), ceil_div(max_seq_len, 4 * block_keys))
         num_programs = next_power_of_two(max(1, min(wanted, _MAX_PROGRAMS)))
     num_stages = 2 if q.dtype.itemsize * head_dim <= 256 else 1
     num_warps = 8 if head_dim > 64 and block_rows >= 64 else 4  # sums of 64 rows spill from the registers of four warps

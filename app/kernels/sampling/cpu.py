@@ -166,7 +166,8 @@ def sample_rows(
     """tokens[p] = the token of row p; normalisers[p] = its log-sum-exp where wanted. Both in place. One phase.
 
     logits: [P, V] float32, overwritten where a row has a mask; masks: [M, W] uint32; the rest [P]. mask_of_row: -1 is
-    none. Temperature 0 is greedy, ties to the smallest id.
+    none. Temperature 0 is greedy, ties to the smallest id. A row whose largest logit is NaN or infinite gets that
+    token, so that its logit shows the overflow.
     """
     num_rows, done = logits.shape[0], 0
     p = claim_piece(team, phase)
@@ -176,7 +177,7 @@ def sample_rows(
         top, best = row_maximum(logits[p])
         if wants_logprob[p]:
             normalisers[p] = log_sum_exp(logits[p], top)
-        if temperature[p] == np.float32(0.0):
+        if temperature[p] == np.float32(0.0) or not math.isfinite(top):
             tokens[p] = best
         else:
             tokens[p] = draw(logits[p], temperature[p], top_k[p], top_p[p], min_p[p], seeds[p], positions[p])

@@ -25,9 +25,9 @@ from app.kernels.matmul.cpu import PANEL
 
 #: Panels of b that are filled together.
 _PANELS_AT_ONCE = 4
-#: Columns of a module's line in a plan: addresses and sizes, int64.
+#: Columns of a copy task, which is one module's: addresses and sizes, int64.
 A, B, RANK, D_IN, D_OUT, TO_A, TO_B, A_SIZE, B_SIZE = range(9)
-PLAN_WIDTH = 9
+COPY_TASK_WIDTH = 9
 _FACTS = [A, B, RANK, D_IN, D_OUT, A_SIZE, B_SIZE]
 
 
@@ -186,37 +186,37 @@ def _write_b(b, size, rank, d_out, to_b, width, in_bf16):
 
 
 @jit
-def _write_line(m, in_bf16):
-    """Write one module of a plan, in two bytes per value with `in_bf16`; returns whether these hold all values."""
+def _copy_module(task, in_bf16):
+    """Copy one module, in two bytes per value with `in_bf16`; returns whether these hold all values."""
     width = 2 if in_bf16 else 4
-    cut = _write_a(m[A], m[A_SIZE], m[RANK], m[D_IN], m[TO_A], width, in_bf16)
-    cut |= _write_b(m[B], m[B_SIZE], m[RANK], m[D_OUT], m[TO_B], width, in_bf16)
+    cut = _write_a(task[A], task[A_SIZE], task[RANK], task[D_IN], task[TO_A], width, in_bf16)
+    cut |= _write_b(task[B], task[B_SIZE], task[RANK], task[D_OUT], task[TO_B], width, in_bf16)
     return cut == 0
 
 
 @jit
-def write_plan(team, phase, plan, too_fine):
-    """Write every module of a plan [M, PLAN_WIDTH] int64, see `Packing`; in bfloat16 if that is exact for all values.
+def copy_matrices(team, phase, tasks, too_fine):
+    """Carry out copy tasks [M, COPY_TASK_WIDTH] int64, see `Packing`; in bfloat16 if that is exact for all values.
 
     too_fine: [1] bool, False before (True: do not try bfloat16); afterwards whether the rows are float32. Two phases.
     """
     for attempt in range(2):
         done = 0
         index = claim_piece(team, phase)
-        while index < plan.shape[0]:
-            if too_fine[0] == (attempt == 1) and not _write_line(plan[index], attempt == 0):
+        while index < tasks.shape[0]:
+            if too_fine[0] == (attempt == 1) and not _copy_module(tasks[index], attempt == 0):
                 too_fine[0] = True
             done += 1
             index = claim_piece(team, phase)
-        phase = finish_phase(team, phase, plan.shape[0], done)
+        phase = finish_phase(team, phase, tasks.shape[0], done)
     return phase
 
 
 class Matrices(NamedTuple):
     """Addresses and sizes of an adapter's matrices, module by module; this object keeps the arrays alive.
 
-    layers, modules: [M] int64. facts: [M, 7] int64, the columns `_FACTS` of a plan. arrays: the arrays that facts point
-    to.
+    layers, modules: [M] int64. facts: [M, 7] int64, the columns `_FACTS` of a copy task. arrays: the arrays that facts
+    point to.
     """
 
     layers: NDArray[np.int64]
@@ -242,34 +242,34 @@ def matrices(modules: Iterable[tuple[int, int, NDArray[Any], NDArray[Any]]]) -> 
 class Packing(NamedTuple):
     """The layout of an adapter's matrices in one piece of memory; see `sgmv.cpu`.
 
-    plan: [M, PLAN_WIDTH] int64; TO_A and TO_B count from the memory's beginning. num_bytes: the total. in_bf16: every
-    source matrix has two bytes per value, and there is room for these only.
+    tasks: [M, COPY_TASK_WIDTH] int64; TO_A and TO_B count from the memory's beginning. num_bytes: the total. in_bf16:
+    every source matrix has two bytes per value, and there is room for these only.
     """
 
-    plan: NDArray[np.int64]
+    tasks: NDArray[np.int64]
     num_bytes: int
     in_bf16: bool
 
     def at(self, address: int) -> NDArray[np.int64]:
-        """The plan for memory that begins at this address."""
-        plan = self.plan.copy()
-        plan[:, [TO_A, TO_B]] += address
-        return plan
+        """The copy tasks for memory that begins at this address."""
+        tasks = self.tasks.copy()
+        tasks[:, [TO_A, TO_B]] += address
+        return tasks
 
 
 def packing(source: Matrices) -> Packing:
-    """Place all of a one after the other, then all of b. `source` must live until the last plan has been written.
+    """Place all of a one after the other, then all of b. `source` must live until the last copy task is carried out.
 
     A matrix that several modules share (an a of gate and up) is stored once: each of them writes the same bytes.
     """
-    plan = np.zeros((len(source.facts), PLAN_WIDTH), np.int64)
-    plan[:, _FACTS] = source.facts
-    in_bf16 = bool((plan[:, [A_SIZE, B_SIZE]] == 2).all())
+    tasks = np.zeros((len(source.facts), COPY_TASK_WIDTH), np.int64)
+    tasks[:, _FACTS] = source.facts
+    in_bf16 = bool((tasks[:, [A_SIZE, B_SIZE]] == 2).all())
     width = 2 if in_bf16 else 4
-    num_a, plan[:, TO_A] = _pack_offsets(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
-    num_b, plan[:, TO_B] = _pack_offsets(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
-    plan[:, TO_B] += num_a
-    return Packing(plan, num_a + num_b, in_bf16)
+    num_a, tasks[:, TO_A] = _pack_offsets(tasks[:, A], _panels(tasks[:, RANK], LANES) * tasks[:, D_IN] * width)
+    num_b, tasks[:, TO_B] = _pack_offsets(tasks[:, B], tasks[:, RANK] * _panels(tasks[:, D_OUT], PANEL) * width)
+    tasks[:, TO_B] += num_a
+    return Packing(tasks, num_a + num_b, in_bf16)
 
 
 def _panels(sizes: NDArray[np.int64], panel: int) -> NDArray[np.int64]:

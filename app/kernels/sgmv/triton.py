@@ -21,13 +21,10 @@ from numpy.typing import NDArray
 
 from app.kernels.bgmv.triton import slice_of_tile
 from app.kernels.lora_rows import START_MULTIPLE, RankRows, check_operands
-from app.kernels.tuning import ceil_div, next_power_of_two, shape_key, tuned_config
+from app.kernels.tuning import ENOUGH_PROGRAMS, ceil_div, next_power_of_two, shape_key, tuned_config
 
 #: Rows per segment in batch-invariant mode and while decoding: the smallest tensor-core tile.
 MIN_BLOCK_TOKENS = 16
-
-#: See `app.kernels.bgmv.triton`.
-_ENOUGH_PROGRAMS = 528
 
 
 class Configuration(NamedTuple):
@@ -96,9 +93,9 @@ def configuration(
         wanted_splits, block_columns = 4, 128
     else:
         wanted_splits = min(
-            _ENOUGH_PROGRAMS // (num_segments * num_slices), 16 if block_tokens == MIN_BLOCK_TOKENS else 2
+            ENOUGH_PROGRAMS // (num_segments * num_slices), 16 if block_tokens == MIN_BLOCK_TOKENS else 2
         )
-        block_columns = 128 if num_segments * ceil_div(width, 128) >= _ENOUGH_PROGRAMS else 64
+        block_columns = 128 if num_segments * ceil_div(width, 128) >= ENOUGH_PROGRAMS else 64
     num_splits = 1
     while 2 * num_splits <= wanted_splits and 2 * num_splits * block_k <= rows.depth:
         num_splits *= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -18,7 +19,7 @@ from tests.budgets import examples
 
 
 def strictly(text: bytes) -> Any:
-    """The definition: Python's parser, without repeated keys, NaN and infinity."""
+    """The definition: Python's parser, without repeated keys, NaN, infinity and numbers that it reads as infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if max(Counter(name for name, _ in pairs).values(), default=0) > 1:
@@ -28,7 +29,12 @@ def strictly(text: bytes) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(name)
 
-    return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
+    def finite(number: str) -> float:
+        if math.isinf(float(number)):
+            raise ValueError(number)
+        return float(number)
+
+    return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
 
 
 @settings(max_examples=examples(200))
@@ -68,6 +74,7 @@ def test_a_text_is_refused_if_the_definition_refuses_it(text: str) -> None:
     [
         (b'{"a":1,"a":2}', "the key 'a' is given twice"),
         (b'{"a":NaN}', "NaN is not JSON"),
+        (b'{"a":[-1e400]}', "the number -1e400 is not finite"),
         (b"9" * 4400, "4300 digits"),
         (b"\xff", "not JSON"),
         (b'["\\ud800"]', "half of a surrogate pair"),

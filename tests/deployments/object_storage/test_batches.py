@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.deployments.object_storage.batches import LEASE_S
+from app.deployments.object_storage.batches import LEASE_S, MAX_PER_TENANT
 from app.deployments.object_storage.files import ARRIVAL_S
 from app.deployments.object_storage.models import Batch, LeaseLost, LineResult, NewBatch, StorageQuotaExceeded
 from app.deployments.object_storage.storage import Storage
@@ -42,12 +42,12 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     opened.close()
 
 
-def new_batch(books: Storage) -> Batch:
-    file = books.files.begin("t", "in.jsonl", "batch", 3, 30 * DAY_S, 1 << 20)
+def new_batch(books: Storage, tenant_id: str = "t") -> Batch:
+    file = books.files.begin(tenant_id, "in.jsonl", "batch", 3, 30 * DAY_S, 1 << 20)
     books.files.add_part(file.id, 0, b"{}\n")
-    books.files.end(file.id, 1, tenant_id="t")
+    books.files.end(file.id, 1, tenant_id=tenant_id)
     return books.batches.create(
-        NewBatch("t", "", "/v1/completions", file.id, DAY_S, 30 * DAY_S, max_open=9, max_bytes=1 << 20)
+        NewBatch(tenant_id, "", "/v1/completions", file.id, DAY_S, 30 * DAY_S, max_open=9, max_bytes=1 << 20)
     )
 
 
@@ -115,3 +115,34 @@ def test_what_is_left_by_its_process_is_free_at_once(machines: Machines) -> None
     assert other.batches.claim("other") is None
     one.batches.release("one")
     assert other.batches.claim("other") == batch
+
+
+def test_a_tenant_s_batches_do_not_take_every_place_of_a_process(machines: Machines) -> None:
+    storage = machines.open(lambda: 0.0)
+    floods = sorted((new_batch(storage) for _ in range(MAX_PER_TENANT + 1)), key=lambda batch: batch.id)
+    claimed = [storage.batches.claim("worker") for _ in range(MAX_PER_TENANT + 1)]
+    assert claimed == [*floods[:-1], None]
+    late = new_batch(storage, "other")
+    assert storage.batches.claim("worker") == late
+    assert storage.batches.claim("worker") is None
+    assert storage.batches.claim("another worker") == floods[-1], "it has room"
+    storage.batches.finish(floods[0].id, "worker", "completed")
+    more = new_batch(storage)
+    assert storage.batches.claim("worker") == more
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["", "it is cancelled before its lines are counted"])
+def test_an_output_has_every_line_though_others_of_the_input_are_empty(machines: Machines, begins: bool) -> None:
+    storage = machines.open(lambda: 0.0)
+    batch = new_batch(storage)
+    assert storage.batches.claim("worker") == batch
+    if begins:
+        storage.batches.begin(batch.id, "worker", 300)
+    numbers = range(0, 600, 2)
+    storage.batches.answer(batch.id, "worker", [LineResult(each, False, str(each)) for each in numbers], 1 << 20)
+    ended = storage.batches.finish(batch.id, "worker", "completed" if begins else "cancelled")
+    output = storage.files.get(str(ended.output_file_id), tenant_id="t")
+    parts = [storage.files.part(output.id, number, tenant_id="t") for number in range(4)]
+    content = b"".join(part for part in parts if part is not None)
+    assert content == b"".join(b"%d\n" % each for each in numbers)
+    assert len(content) == output.size_bytes

@@ -87,7 +87,7 @@ class Life:
         copy = PlacementTableClient(self.service.watch, "a new one")
         news = await self.service.watch(None, "a new one", 1.0)
         if news is not None:
-            copy._apply(*news)
+            copy.apply(*news)
         return copy
 
 
@@ -131,13 +131,13 @@ async def test_an_ingress_hears_of_changes_ten_times_a_second_at_most_and_of_not
     await life.settle()
     copy = PlacementTableClient(life.service.watch, "ingress")
     takes: list[tuple[float, int, int]] = []
-    take = copy._apply
+    take = copy.apply
 
     def note(version: Version, news: object) -> None:
         take(version, news)  # type: ignore[arg-type]
         takes.append((now_s(), len(news.rows), len(pickle.dumps((version, news)))))  # type: ignore[attr-defined]
 
-    copy._apply = note  # type: ignore[method-assign]
+    copy.apply = note  # type: ignore[method-assign]
     follower = asyncio.create_task(copy.follow())
     await asyncio.sleep(1.0)
     assert sum(num_rows for _, num_rows, _ in takes) == 100 + 25_500, "the copy"

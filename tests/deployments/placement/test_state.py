@@ -173,7 +173,7 @@ def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -
         fleet.report_unreachable("ingress", [f"new{number}", f"never seen {number}"], now_s)
         fleet.leave(f"new{number}", now_s)
         fleet.expire(now_s, 1)
-    assert set(fleet._changed_s) == {names[-1]}, "it dwells"
+    assert set(fleet._last_change_s) == {names[-1]}, "it dwells"
     assert set(fleet._replicas) == {"r0", "r1"}
     assert fleet._reachability._votes == {}
     for digest in names:

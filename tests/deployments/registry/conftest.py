@@ -50,7 +50,7 @@ def open_again(shared_url: str) -> Iterator[Callable[..., Registry]]:
     opened: list[Registry] = []
 
     def open_registry(**options: Any) -> Registry:
-        opened.append(Registry(shared_url, base_digest, **options))
+        opened.append(Registry(shared_url, base_digest, base_names=("base",), **options))
         return opened[-1]
 
     yield open_registry

@@ -20,7 +20,7 @@ from app.deployments.registry import service as service_module
 from app.deployments.registry.jobs import load_jobs as loading_module
 from app.deployments.registry.jobs import unload_jobs as unloading_module
 from app.deployments.registry.jobs.store_leases import Heartbeat
-from app.deployments.registry.models import DEFAULT_TENANT, LoadRequest, RegistryJob, State
+from app.deployments.registry.models import DEFAULT_TENANT, FINAL_STATES, LoadRequest, RegistryJob, State
 from app.deployments.registry.pins import EngineCapacity, PinLimits, Pins
 from app.deployments.registry.registry import Registry
 from app.deployments.rpc.transport import ReplicaGone
@@ -55,7 +55,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def end_of(managed: ManagedStore, job: RegistryJob) -> RegistryJob:
     async with asyncio.timeout(600):
-        while not (now := await managed.client.job(job.id, **MINE)).is_done:
+        while (now := await managed.client.job(job.id, **MINE)).state not in FINAL_STATES:
             await asyncio.sleep(0.002)
     return now
 
@@ -220,7 +220,7 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     management = AdapterAdmin(managed.client, managed, managed.placement)
     await managed.client.load_and_wait(wanted("sql", "one"))
     await managed.client.load_and_wait(wanted("twin", "same"))
-    assert [replica.replica_id for replica in await management.residency("d1")] == ["r1", "r2"]
+    assert [replica.replica_id for replica in await managed.placement.residency("d1")] == ["r1", "r2"]
     job, _ = await management.unload("twin", **ADA)
     assert job.state is State.REMOVED
     assert managed.dropped == [], "another name means the same contents"
@@ -498,7 +498,7 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()  # there is always some request for it
     job, _ = await management.unload("sql", wait=False, **ADA)
-    assert not (await managed.client.job(job.id, **MINE)).is_done
+    assert (await managed.client.job(job.id, **MINE)).state not in FINAL_STATES
     _, back = await managed.client.load_and_wait(wanted(name, "one"))
     assert (await end_of(managed, job)).state is State.REMOVED
     assert managed.view.find(name, DEFAULT_TENANT) == back
@@ -525,7 +525,7 @@ async def test_a_drain_goes_on_while_the_registry_is_away(
         job, _ = await management.unload("sql", wait=False, **ADA)
         patch.setattr(managed.registry.catalog, "is_used", is_used)
         await until(lambda: len(questions) > 2)
-    assert not (await managed.client.job(job.id, **MINE)).is_done
+    assert (await managed.client.job(job.id, **MINE)).state not in FINAL_STATES
     managed.drop_gate.set()
     assert (await end_of(managed, job)).state is State.REMOVED
 

@@ -14,8 +14,8 @@ from app.deployments.registry import service
 from app.deployments.registry.db.tables import stores as stores_table
 from app.deployments.registry.feed import change_feed
 from app.deployments.registry.jobs import load_jobs
-from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, FIRST_LEASE_S, LEASE_S
-from app.deployments.registry.models import DEFAULT_TENANT, Registration, RegistryJob, State
+from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, FIRST_LEASE_S, HANDOVER_S, LEASE_S
+from app.deployments.registry.models import DEFAULT_TENANT, FINAL_STATES, Registration, RegistryJob, State
 from app.deployments.registry.registry import Registry
 from app.deployments.rpc.long_poll_host import Version
 from app.engine.errors import AdapterUnloaded, NotReady
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def end_of(managed: ManagedStore, job: RegistryJob) -> RegistryJob:
     async with asyncio.timeout(60):
-        while not (now := await managed.client.job(job.id, **MINE)).is_done:
+        while (now := await managed.client.job(job.id, **MINE)).state not in FINAL_STATES:
             await asyncio.sleep(0.002)
     return now
 
@@ -118,14 +118,11 @@ async def test_what_one_store_changes_every_store_serves(stores: Stores) -> None
     assert a.view._entries == b.view._entries
 
 
-async def test_a_change_waits_for_the_ingresses_of_other_stores(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_change_waits_for_the_ingresses_of_other_stores(stores: Stores) -> None:
     a, b = stores.open(), stores.open()
     b.followers[0].cancel()  # its ingress asked once, and does not take over what comes
     await asyncio.gather(b.followers[0], return_exceptions=True)
     await b.registry_service.change_feed.table.newer(b.registry_service.change_feed.table._version, "ingress", 0.0)
-    monkeypatch.setattr(change_feed, "SETTLE_TIMEOUT_S", 60.0)
     loading = asyncio.create_task(a.client.load_and_wait(wanted("sql", "one")))
     await until(lambda: a.view.find("sql", DEFAULT_TENANT) is not None)
     await until(lambda: b.registry_service.change_feed.revision == a.registry_service.change_feed.revision)
@@ -245,6 +242,15 @@ async def test_a_store_that_was_restarted_takes_up_its_own_loads_at_once(stores:
     await a.registry_service.loads._work.close()
     again = stores.open(actor="the store")
     assert (await end_of(again, job)).state is State.LOADED
+    assert again.registry.stores.replaces_another
+
+
+async def test_a_store_whose_node_fell_silent_has_its_ingresses_however_late_it_is_back(stores: Stores) -> None:
+    """Ray starts it elsewhere after about a minute; its first change waits for the ingresses of the other nodes."""
+    a = stores.open(actor="the store")
+    await a.registry_service._tasks.close()
+    stores.now_s += HANDOVER_S + 10.0
+    again = stores.open(actor="the store")
     assert again.registry.stores.replaces_another
 
 

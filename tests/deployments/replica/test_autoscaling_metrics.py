@@ -10,11 +10,7 @@ from app.deployments.placement.autoscaling import Demand
 from app.deployments.replica.autoscaling_metrics import FIRST_ANSWER_TOKENS, AutoscalingMetrics
 from app.engine.stats import EngineStats, ResidentAdapter
 
-EMPTY = EngineStats(
-    **{name: 0 for name in EngineStats.__dataclass_fields__ if name not in ("residents", "tenants")},
-    residents=(),
-    tenants={},
-)
+EMPTY = EngineStats(**{name: 0 for name in EngineStats.__dataclass_fields__ if name != "residents"}, residents=())
 
 
 class Clock:

@@ -17,8 +17,8 @@ from app.deployments.rpc.frames import pack_frame
 from app.deployments.rpc.transport import ReplicaGone
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
+from app.engine.engine_thread import EngineThread
 from app.engine.errors import AdapterUnreadable, EngineFailure
-from app.engine.interface import RunningEngine
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.deployments.fleet import Fleet, FleetDispatcher
 from tests.fakes import fake_adapter, fake_request, fake_tokens
@@ -50,9 +50,13 @@ async def test_a_request_waits_for_its_own_tenants_source_alone() -> None:
     await asyncio.sleep(0)
     mine = await adapters.fetch(AdapterRef("mine", digest, "me", uri="mine"))
     assert mine.card.digest == digest
+    same = asyncio.create_task(adapters.fetch(AdapterRef("mine", digest, "me", uri="theirs")))
+    await asyncio.sleep(0)
     places.gate.set()
     with pytest.raises(AdapterUnreadable, match="secret"):
         await theirs
+    with pytest.raises(AdapterUnreadable, match="mine"):
+        await same
 
 
 async def test_streams_of_an_engine_whose_step_hangs_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +134,7 @@ async def test_requests_are_served_while_a_hanging_process_is_ended(monkeypatch:
     monkeypatch.setattr(module, "STEP_CHECK_INTERVAL_S", 0.01)
     service = module.EngineService(TwoPlaces(), time.time, max_queued_requests=8)
     engine = SlowToEnd()
-    service.start(cast("RunningEngine", engine))
+    service.start(cast("EngineThread", engine))
     watching = asyncio.create_task(service.watch_steps(0.2))
     async with asyncio.timeout(60):
         while not engine.is_checking.is_set():
@@ -149,7 +153,7 @@ async def test_a_link_through_ray_lasts_while_idle_until_the_replica_drains(monk
     service = module.EngineService(
         TwoPlaces(), time.time, max_queued_requests=8, idle_s=0.05, is_draining=lambda: drains
     )
-    service.start(cast("RunningEngine", SlowToEnd()))
+    service.start(cast("EngineThread", SlowToEnd()))
     items = service.packed_frames("link", None)
     began_s = time.monotonic()
     while time.monotonic() - began_s < 0.3:

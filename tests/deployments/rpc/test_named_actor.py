@@ -174,8 +174,8 @@ async def test_a_follower_that_could_not_take_a_table_asks_for_the_whole(monkeyp
         return Version("a life", len(asked)), str(len(asked))
 
     class Clumsy(LongPollValue[str]):
-        def _apply(self, version: Version, news: str) -> None:
-            super()._apply(version, news)
+        def _apply(self, news: str) -> None:
+            super()._apply(news)
             if news == "2":
                 raise ValueError("half of it is taken")
             if news == "3":

@@ -9,13 +9,14 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray import serve
 from ray._common import tls_utils
-from ray._private import worker
+from ray._private import services, worker
 from ray._private.state import GlobalState
 from ray.core.generated import gcs_pb2
 from ray.serve import context
@@ -36,6 +37,7 @@ from app.deployments.rpc.ray_private import (
     AcceptingReplica,
     AsgiIngress,
     ChoosingRouter,
+    ended_process,
     is_replica_draining,
     listen_on_loopback,
     redirect_error_messages,
@@ -89,6 +91,19 @@ def test_messages_of_errors_are_printed_by_the_function_that_is_replaced(monkeyp
     redirect_error_messages(taken.extend)
     worker.print_to_stdstream({"lines": ["a worker died"], "is_err": True}, True)
     assert taken == ["a worker died"]
+
+
+def test_a_raylet_or_gcs_that_has_ended_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "process" in services.ProcessInfo._fields
+    running, ended = (SimpleNamespace(process=SimpleNamespace(poll=lambda code=code: code)) for code in (None, -9))
+    for kind in ("raylet", "gcs_server"):
+        started = {"raylet": [running], "gcs_server": [running], "log_monitor": [ended]}
+        monkeypatch.setattr(worker, "_global_node", SimpleNamespace(all_processes=started))
+        assert ended_process() is None, "the service does without the others"
+        started[kind] = [ended]
+        assert ended_process() == kind
+    monkeypatch.setattr(worker, "_global_node", None)
+    assert ended_process() is None, "in a cluster that was joined"
 
 
 def test_actors_are_described_by_the_fields_that_are_read() -> None:

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from app.config import AppConfig, load_config
 from app.deployments.registry.models import DEFAULT_TENANT, UPLOADED, LoadRequest
-from app.deployments.store.factory import OpenStore
+from app.deployments.store.factory import ConfiguredStore
 from app.deployments.store.service import StoreService
 from app.deployments.store.tier_counters import TierCounters
 from app.engine.adapters.card import AdapterRef
@@ -46,7 +46,7 @@ class Process:
         return load_config({"model": model, "adapters": roots | adapters}, environ={})
 
     def open(self, config: AppConfig) -> None:
-        self.opened: OpenStore[PackedAdapter] = OpenStore(
+        self.opened: ConfiguredStore[PackedAdapter] = ConfiguredStore(
             config.for_store, lambda packed: packed, lambda packed: packed, TierCounters(), actor="the actor"
         )
         self.service = StoreService(self.opened.parts, lambda: None)

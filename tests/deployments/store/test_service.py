@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.deployments.ingress.error_responses import error_reply
 from app.deployments.registry.jobs.failure_backoff import FIRST_S
-from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.store.service import StoreService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import (
     AdapterFormatError,
@@ -36,7 +37,7 @@ class Failing:
 
 
 def service(error: Exception) -> StoreService[Any]:
-    parts: Any = StoreParts(None, None, Failing(error), None, None)  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(registry=None, registry_service=None, host_cache=Failing(error), uploads=None)
     return StoreService(parts, lambda: None)
 
 

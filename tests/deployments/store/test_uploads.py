@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -92,11 +93,30 @@ def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
     with complete_upload(uploads, b"{}", bytes(60)) as source:
         pass
     (uploads.root / "abc.part").mkdir()
+    os.utime(uploads.root / "abc.part", (time.time() - ARRIVAL_S,) * 2)
     again = Uploads(uploads.root, 100, clock)
-    assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
     again.sweep({source})
+    assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
     with pytest.raises(QueueFull), complete_upload(again, b"{}", b"x" * 60):
         pass
+
+
+def test_two_services_that_share_a_registry_on_one_machine_share_the_folder(uploads: Uploads, clock: Clock) -> None:
+    arriving = uploads.begin(b"{}", "a")
+    uploads.write(arriving, 0, b"wei")
+    other = Uploads(uploads.root, 100, clock)
+    other.sweep(())
+    uploads.write(arriving, 3, b"ghts")
+    with uploads.end(arriving) as source, complete_upload(other, b"{}", b"weights") as same:
+        assert source == same
+        assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
+    clock.now_s += GRACE_S
+    for _ in range(2):
+        other.sweep(())
+        clock.now_s += GRACE_S
+    assert list(uploads.root.iterdir()) == []
+    with complete_upload(uploads, b"{}", b"weights") as again:
+        assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [again], "the other has removed it"
 
 
 @pytest.mark.parametrize(("function", "number"), [("fsync", errno.ENOSPC), ("mkdir", errno.EROFS)])

@@ -10,7 +10,7 @@ import pytest
 
 from app.deployments.replica import adapter_fetcher
 from app.deployments.store import service as service_module
-from app.deployments.store.service import FETCH_WAIT_S, MAX_WAITING_FETCHES, StoreParts, StoreService
+from app.deployments.store.service import FETCH_WAIT_S, MAX_WAITING_FETCHES, StoreService
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterFormatError
 
@@ -44,7 +44,7 @@ def ref(digest: str) -> AdapterRef:
 
 def make(store: Bytes) -> tuple[StoreService[str], list[int]]:
     calls: list[int] = []
-    parts = StoreParts(cast(Any, None), cast(Any, None), cast(Any, store), cast(Any, None), cast(Any, None))
+    parts: Any = SimpleNamespace(registry=None, registry_service=None, host_cache=store, uploads=None)
     return StoreService(parts, lambda: calls.append(1)), calls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,9 @@ from app.deployments.rpc.actor_proxy import actor_proxy
 from app.deployments.rpc.long_poll_host import Changes, Version
 from app.deployments.tenancy.auth import api_key_store, project_store
 from app.deployments.tenancy.auth.key_crypto import derived_salt, is_key, key_digest, new_key
-from app.deployments.tenancy.auth.project_store import NO_LIMIT, ProjectStore
+from app.deployments.tenancy.auth.project_store import ProjectStore
 from app.deployments.tenancy.auth.tenant_mirror import TenantMirror
-from app.deployments.tenancy.models import ApiKey, Tenant, TenantKey, TenantRow
+from app.deployments.tenancy.models import UNLIMITED, ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenancy.quota.leases import LeaseRequest
 from app.deployments.tenancy.quota.limits import NANOS_PER_CENT, LimitKey
 from app.deployments.tenancy.quota.rate_limiter import IDLE_RETURN_S
@@ -158,7 +159,7 @@ def test_every_change_is_news(database: Database) -> None:
     changes: list[Callable[[], object]] = [
         lambda: elsewhere.projects.configure(first.id, {"weight": 2.0}, actor="shell"),
         lambda: elsewhere.projects.limit_rates(first.id, "tiny", {"requests_per_min": 5}, actor="shell"),
-        lambda: elsewhere.projects.limit_rates(first.id, "tiny", {"requests_per_min": NO_LIMIT}, actor="shell"),
+        lambda: elsewhere.projects.limit_rates(first.id, "tiny", {"requests_per_min": UNLIMITED}, actor="shell"),
         lambda: elsewhere.projects.limit_spend(first.id, 100, actor="shell"),
         lambda: elsewhere.projects.permit_models(first.id, "allow_list", ["tiny"], actor="shell"),
         lambda: elsewhere.projects.rotate_salt(first.id, actor="shell"),
@@ -265,6 +266,47 @@ async def test_money_counts_what_was_spent_before_its_limit_came(database: Datab
     await service.record("ingress", 1, spent(project_id, NANOS_PER_CENT - 1))
     await service.limit_spend(project_id, 1, actor="test")
     assert await service.remaining(project_id) == [(LimitKey(project_id, "spend"), NANOS_PER_CENT, 1)]
+
+
+@pytest.mark.parametrize("how", ["it has no limit", "its limit is not enforced"])
+async def test_money_counts_what_was_spent_while_nothing_counted_it(database: Database, how: str) -> None:
+    service, project_id = await owner_of_a_project(database, Clock(), Clock())
+    spend = LimitKey(project_id, "spend")
+    await service.limit_spend(project_id, 1, actor="test")
+    assert await service.remaining(project_id) == [(spend, NANOS_PER_CENT, NANOS_PER_CENT)]
+    if how == "it has no limit":
+        await service.limit_spend(project_id, None, actor="test")
+    else:
+        await service.configure_project(project_id, {"enforce": False}, actor="test")
+    await service.record("ingress", 1, spent(project_id, 5 * NANOS_PER_CENT))
+    await service.limit_spend(project_id, 6, actor="test")
+    if how != "it has no limit":
+        await service.configure_project(project_id, {"enforce": True}, actor="test")
+    assert await service.remaining(project_id) == [(spend, 6 * NANOS_PER_CENT, NANOS_PER_CENT)]
+
+
+async def test_a_project_s_spend_is_read_once_for_all_who_wait_for_it_and_by_an_index(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, project_id = await owner_of_a_project(database, Clock(), Clock())
+    await service.limit_spend(project_id, 1, actor="test")
+    ledger, statements = service._store.ledger, list[str]()
+    read = ledger.project_spend
+
+    def slow(project_id: str, now_s: float) -> int:
+        statements.append(project_id)
+        time.sleep(0.05)
+        return read(project_id, now_s)
+
+    monkeypatch.setattr(ledger, "project_spend", slow)
+    await asyncio.gather(*(service.remaining(project_id) for _ in range(20)))
+    assert statements == [project_id]
+    with database.read() as connection:
+        plan = connection.exec_driver_sql(
+            "EXPLAIN QUERY PLAN SELECT sum(cost_nanos) FROM ledger WHERE base_digest = 'base' AND minute >= 5 "
+            "AND project_id IN ('a', 'b') GROUP BY project_id"
+        ).all()
+    assert "ledger_by_project" in str(plan)
 
 
 def test_a_new_copy_forgets_what_is_no_more() -> None:

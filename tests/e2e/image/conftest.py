@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.models.download.model_download import (
-    DEFAULT_EMBEDDER_URI,
-    DEFAULT_MODEL_URI,
-    default_cache_dir,
-    resolve_model,
-)
+from app.engine.models.download.model_download import DEFAULT_EMBEDDER_URI, DEFAULT_MODEL_URI, resolve_model
+from app.kernels.machine.disk_cache import default_cache_dir
 from tests.e2e.image.build import Image, build
 from tests.nightly import mark_folder
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +15,9 @@ import httpx
 import pytest
 
 from app.deployments.registry.last_used import WRITE_INTERVAL_S
+from load_tests.process_tree import session_processes
 from load_tests.service import free_port
-from tests.e2e.process import ServiceProcess, serve_run, tiny_document
+from tests.e2e.process import ServiceProcess, polylora_serve, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 #: By day tests/e2e/service/test_failures.py kills the store, whose registry is on disk, and
@@ -133,3 +137,27 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
             assert [event["event"] for event in events].count("loaded to device") >= 1
     finally:
         process.stop()
+
+
+@pytest.mark.parametrize("kind", ["gcs_server", "raylet"])
+def test_polylora_serve_ends_when_its_ray_has_ended(kind: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "loras").mkdir()
+    port = free_port()
+    process = polylora_serve(tiny_document(port, tmp_path, {"num_kv_blocks": 64}), port)
+    try:
+        process.wait_until_said("Ready after", 600)
+        pids = [pid for pid in session_processes(process.process.pid) if program(pid) == kind]
+        assert len(pids) == 1
+        os.kill(pids[0], signal.SIGKILL)
+        assert process.process.wait(120) == 1
+        assert f"Ray's {kind} has ended" in process.tail()
+    finally:
+        process.stop()
+
+
+def program(pid: int) -> str:
+    """The name of the file that a process runs; none of one that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/exe").readlink().name
+    return ""

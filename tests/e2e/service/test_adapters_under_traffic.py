@@ -99,6 +99,9 @@ async def test_unloading_frees_the_rows(service: Service, handle: Callable[..., 
         digest = (await http.post("/v1/loras?wait=true", json={"name": "freed", "path": "freed"})).json()["digest"]
         await complete(client, "freed")
         assert sum(digest in stats["residents"] for stats in handle("replica_stats")) == 1, "on one replica"
+        async with asyncio.timeout(60):  # the ingresses hear of it a moment later
+            while not (await http.get("/v1/loras/freed")).json()["residency"]["replicas"]:
+                await asyncio.sleep(0.05)
         (await http.delete("/v1/loras/freed")).raise_for_status()
         assert not any(digest in stats["residents"] for stats in handle("replica_stats"))
 

@@ -76,7 +76,7 @@ def test_malformed_requests_are_answered(http: httpx.Client, request: tuple[str,
 def http(service: Service) -> Any:
     with service.http() as client:
         yield client
-    assert httpx.get(f"{service.url}/health").status_code == 200, "and the service is still well"
+    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200, "and the service is still well"
 
 
 def test_other_malformed_things(service: Service) -> None:

@@ -47,7 +47,7 @@ def tiny_spec(num_layers: int = 2, digest: str = "base") -> ModelSpec:
 
 def random_tensors(spec: ModelSpec, seed: int | None = None) -> list[tuple[str, np.ndarray]]:
     """Every tensor the spec implies; norms near one."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seeds.any_seed() if seed is None else seed)
     return [
         (name, (rng.standard_normal(shape) * 0.15 + (len(shape) == 1 and name.endswith("weight"))).astype(np.float32))
         for name, shape in expected_tensors(spec).items()
@@ -105,15 +105,16 @@ def random_adapter(
 
 def random_mixture_adapter(spec: ModelSpec, rank: int, rng: np.random.Generator, dtype: str = "F32") -> LoraAdapter:
     """Some of the modules of every kind, each expert's for itself, ranks up to `rank`, saved as `dtype`."""
-    modules = []
-    for path, module in layer_modules(spec).items():
-        if module.is_fused or rng.integers(2):
-            continue
-        d_in, d_outs = module.shape(spec)
-        own = int(rng.integers(1, rank + 1))
-        a, b = rng.normal(0, 0.3, (own, d_in)), rng.normal(0, 0.3, (sum(d_outs), own))
-        pair = stored_tensor(a, dtype), stored_tensor(b, dtype)
-        modules.append(RawModule(path, *pair, float(own), use_rslora=False))
+    modules: list[RawModule] = []
+    while not modules:  # an adapter of no module is refused
+        for path, module in layer_modules(spec).items():
+            if module.is_fused or rng.integers(2):
+                continue
+            d_in, d_outs = module.shape(spec)
+            own = int(rng.integers(1, rank + 1))
+            a, b = rng.normal(0, 0.3, (own, d_in)), rng.normal(0, 0.3, (sum(d_outs), own))
+            pair = stored_tensor(a, dtype), stored_tensor(b, dtype)
+            modules.append(RawModule(path, *pair, float(own), use_rslora=False))
     return build_adapter(RawAdapter(tuple(sorted(modules, key=lambda one: one.path))), spec)
 
 
@@ -161,7 +162,7 @@ def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Gen
 def random_arrays(
     spec: ModelSpec, rank: int, targets: Iterable[str] = DENSE_TARGETS, seed: int | None = None, size: float = 0.2
 ) -> dict[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seeds.any_seed() if seed is None else seed)
     arrays = {}
     for layer in range(len(spec.layers)):
         for target in targets:

@@ -13,14 +13,13 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.variants import calculate_alora_offsets
 
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.card import AdapterRef, invocation_start
 from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart
 from app.engine.adapters.combining.combine import combine
+from app.engine.adapters.features import FEATURES, MERGEABLE_FEATURES
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
-from app.engine.adapters.merge import MERGED
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter
 from app.engine.api import LLM, Generation
 from app.engine.config import EngineConfig
@@ -221,7 +220,7 @@ def test_what_it_cannot_be_combined_with_is_refused_by_name(served: Served) -> N
     with pytest.raises(AdapterMismatch, match="activated LoRA"):
         read_adapter(served.activated, spec, supported_features=frozenset())
     adapter = read_adapter(served.activated, spec, supported_features=FEATURES)
-    assert not adapter.features & MERGED
+    assert not adapter.features & MERGEABLE_FEATURES
     part = CombinationPart(AdapterRef("it", adapter.card.digest, "t"), 1.0)
     with pytest.raises(CombinationError, match="'it' has activated LoRA"):
         combine(Combination((part, part), CombinationMethod("cat")), [adapter, adapter], spec)

@@ -12,12 +12,12 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from app.engine.adapters.adapter_chat import AdapterTokenizerCache, encode_chat, own_tokenizer
+from app.engine.adapters.adapter_chat import AdapterTokenizerDedup, encode_chat, own_tokenizer
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer, read_adapter_tokenizer, write_adapter_tokenizer
+from app.engine.adapters.bounded_files import DEFAULT_LIMITS
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
-from app.engine.adapters.limits import DEFAULT_LIMITS
 from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.adapters.sandbox.validator import Validator
 from app.engine.api import LLM
@@ -83,7 +83,7 @@ def test_the_bases_own_tokenizer_saved_along_says_nothing(tmp_path: Path, base: 
     assert text_of(folder).chat_template == BASE
     assert own_tokenizer(text_of(folder), base, BYTES) == AdapterTokenizer(None, {}, {})
     card = read_adapter(folder, SPEC).card
-    assert AdapterTokenizerCache(lambda: base, BYTES).strip_base(card).text == ""
+    assert AdapterTokenizerDedup(lambda: base, BYTES).strip_base(card).text == ""
     assert read_adapter(adapter(tmp_path / "bare"), SPEC).card.text == ""
 
 
@@ -310,7 +310,7 @@ def test_the_text_survives_conversion(tmp_path: Path) -> None:
     ],
 )
 def test_a_card_with_another_text_is_refused(text: str) -> None:
-    with pytest.raises(AdapterFormatError, match="the adapter's text"):
+    with pytest.raises(AdapterFormatError, match="metadata 'text' of the adapter's card"):
         AdapterTokenizer.from_json(text)
 
 
@@ -330,7 +330,7 @@ def test_generation_defaults_are_read_as_transformers_reads_them(tmp_path: Path)
     greedy = text_of(adapter(tmp_path / "greedy", generation_config='{"do_sample": false, "temperature": 0.5}'))
     assert greedy.sampling == {"temperature": 0.0}
     card = read_adapter(tmp_path, SPEC).card
-    kept = AdapterTokenizer.from_json(AdapterTokenizerCache(fast_base, BYTES).strip_base(card).text)
+    kept = AdapterTokenizer.from_json(AdapterTokenizerDedup(fast_base, BYTES).strip_base(card).text)
     assert kept == AdapterTokenizer(None, {}, {}, found.generation)
 
 
@@ -394,7 +394,7 @@ def test_generation_defaults_that_no_request_could_have_are_refused(
 
 def test_what_is_packed_is_settled_too(tmp_path: Path, base: Tokenizer) -> None:
     folder = adapter(tmp_path, fast(), chat_template=OWN)
-    packed = AdapterTokenizerCache(lambda: base, BYTES).strip_base_packed(pack_adapter(read_adapter(folder, SPEC)))
+    packed = AdapterTokenizerDedup(lambda: base, BYTES).strip_base_packed(pack_adapter(read_adapter(folder, SPEC)))
     assert AdapterTokenizer.from_json(packed.card.text) == AdapterTokenizer(OWN, {}, {})
 
 
@@ -416,7 +416,7 @@ def test_what_every_ingress_would_hold_is_bounded(tmp_path: Path, base: Tokenize
     config = json.dumps({"bos_token": "x" * (256 << 10)})
     folder = adapter(tmp_path, chat_template="{{ bos_token }}", tokenizer_config=config)
     with pytest.raises(AdapterTooLarge, match="at most 262144 are served"):
-        AdapterTokenizerCache(lambda: base, BYTES).strip_base(read_adapter(folder, SPEC).card)
+        AdapterTokenizerDedup(lambda: base, BYTES).strip_base(read_adapter(folder, SPEC).card)
 
 
 def test_the_python_api_writes_an_adapters_prompt_with_its_template(tmp_path: Path) -> None:

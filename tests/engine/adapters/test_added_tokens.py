@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,13 @@ def resized(model: Any, num_rows: int) -> Any:
     return model
 
 
-def under_peft(model: Any, folder: Path, text: str) -> tuple[list[int], torch.Tensor, str]:
-    """Prompt and greedy answer as token ids, the log-probabilities [n, N] after each, and the answer's text."""
+def under_peft(model: Any, folder: Path, text: str, token_ids: Sequence[int]) -> tuple[torch.Tensor, str]:
+    """Log-probabilities [n, N] of an answer's n tokens after a prompt, and the answer's text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     adapted = PeftModel.from_pretrained(resized(model, rows_of(folder)), folder).eval()
-    token_ids = tokenizer(text)["input_ids"]
-    num_prompt = len(token_ids)
     with torch.no_grad():
-        for _ in range(GREEDY.max_tokens):
-            token_ids.append(int(adapted(torch.tensor([token_ids])).logits[0, -1].argmax()))
-        found = adapted(torch.tensor([token_ids])).logits[0].log_softmax(-1)
-    return token_ids, found, tokenizer.decode(token_ids[num_prompt:], skip_special_tokens=True)
+        found = adapted(torch.tensor([[*tokenizer(text)["input_ids"], *token_ids]])).logits[0].log_softmax(-1)
+    return found[-1 - len(token_ids) : -1], tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def rows_of(folder: Path) -> int:
@@ -105,11 +101,11 @@ def rows_of(folder: Path) -> int:
 
 
 def check(model: Any, folder: Path, text: str, answer: Generation) -> None:
-    token_ids, logprobs, theirs = under_peft(model, folder, text)
-    num_new = len(answer.token_ids)
-    assert list(answer.token_ids) == token_ids[-num_new:]
+    logprobs, theirs = under_peft(model, folder, text, answer.token_ids)
+    assert len(logprobs) == GREEDY.max_tokens
     assert answer.text == theirs
-    for item, row in zip(answer.logprobs, logprobs[-1 - num_new : -1], strict=True):
+    for item, row in zip(answer.logprobs, logprobs, strict=True):
+        assert row.max() - row[item.token_id] <= 2e-4, "a token is PEFT's own, or as good within the tolerance"
         ids = [token_id for token_id, _ in item.top]
         own = [item.logprob, *(logprob for _, logprob in item.top)]
         np.testing.assert_allclose(own, row[[item.token_id, *ids]].numpy(), rtol=0, atol=1e-4)

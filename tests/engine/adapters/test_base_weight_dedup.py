@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.cpu.backend import CpuBackend

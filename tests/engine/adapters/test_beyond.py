@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft import read_raw_peft

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.engine.adapters.features import XLA_FEATURES
 from app.engine.adapters.formats.peft_config import CLASSIFIES, INERT_KEYS, OFF_VALUES
-from app.engine.xla.supported_features import SERVED
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 from tests.engine.adapters.moe_parity import FORMATS
 
@@ -34,7 +34,7 @@ def options_table() -> str:
 
 
 def _by_whom(option: str) -> str:
-    refused = BEYOND[option][1] - SERVED
+    refused = BEYOND[option][1] - XLA_FEATURES
     return f"; `engine.xla` rejects {' and '.join(sorted(refused))}" if refused else ""
 
 

@@ -1,4 +1,4 @@
-"""The plan of an adapter's extras: applied as it says, every module is what PEFT's formula makes of it."""
+"""An adapter's extra weights: with them applied, every module is what PEFT's formula makes of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
-from app.engine.adapters.extra_weights import MODULE_KINDS, ExtraWeight, extra_bytes, plan
+from app.engine.adapters.extra_weights import MODULE_KINDS, ExtraWeight, extra_bytes, extra_weights
 from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 from app.engine.models.weight_names import EMBEDDING, LAYER_NORMS, LM_HEAD
@@ -97,7 +97,7 @@ def test_every_module_is_pefts(spec: ModelSpec) -> None:
     base, kinds = Base(spec), set()
     for _ in range(40):
         adapter = with_random_extras(random_adapter(spec, 3, ["q_proj", "up_proj", "down_proj"]), spec, rng)
-        places = by_place(plan(adapter, spec, base))
+        places = by_place(extra_weights(adapter, spec, base))
         for layer in range(len(spec.layers)):
             for product in layer_linear_modules(spec, layer):
                 for target in product.targets:
@@ -112,9 +112,9 @@ def test_every_module_is_pefts(spec: ModelSpec) -> None:
 def test_norms_and_matrices_of_tokens_are_the_adapters_own() -> None:
     spec, rng = biased_spec(), seeds.rng()
     base, kinds = Base(spec), set()
-    for _ in range(40):
+    for _ in range(100):
         adapter = with_random_extras(random_adapter(spec, 3, ["q_proj"]), spec, rng)
-        places = by_place(plan(adapter, spec, base))
+        places = by_place(extra_weights(adapter, spec, base))
         model = places[-1, ""]
         kinds |= model.keys()
         for layer in range(len(spec.layers)):
@@ -134,7 +134,7 @@ def test_norms_and_matrices_of_tokens_are_the_adapters_own() -> None:
 
 def test_plain_lora_has_no_extras() -> None:
     adapter = random_adapter(tiny_spec(), 3)
-    assert plan(adapter, tiny_spec(), Base(tiny_spec())) == ()
+    assert extra_weights(adapter, tiny_spec(), Base(tiny_spec())) == ()
     assert extra_bytes(adapter, tiny_spec()) == 0
 
 

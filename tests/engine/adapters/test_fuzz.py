@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters.adapter import FEATURES, LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.bounded_files import ReadLimits
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats import arrow
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.convert import quantize_adapter
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterError
 from app.engine.models.linear_modules import target_shape
 from tests.budgets import examples

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from app.cli.main import main
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.merge import merge
 from app.engine.errors import AdapterMismatch

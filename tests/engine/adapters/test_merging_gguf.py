@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from app.cli.main import main
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.merge import merge
 from app.engine.errors import CheckpointError

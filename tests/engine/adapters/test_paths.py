@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.adapters.limits import open_plain_file, read_bounded
+from app.engine.adapters.bounded_files import open_plain_file, read_bounded
 from app.engine.adapters.paths import named_path, resolve_adapter_path
 from app.engine.errors import AdapterFormatError, NotFound, UnsafeSource
 from tests.budgets import examples

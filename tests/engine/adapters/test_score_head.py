@@ -19,7 +19,7 @@ from peft.utils.warning import PeftWarning
 from safetensors.numpy import load_file, save_file
 from tokenizers.models import WordLevel
 
-from app.engine.adapters.adapter import FEATURES, SCORE_HEAD
+from app.engine.adapters.features import FEATURES, SCORE_HEAD
 from app.engine.adapters.formats.arrow import ArrowCard, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
@@ -103,7 +103,7 @@ def references(model: Any, folder: Path, texts: list[list[int]]) -> list[Expecte
 
     found = [scores(token_ids) for token_ids in texts]
     changes = change_by_rounding(exact, lambda: np.array([scores(text) for text in texts]) - np.array(found))
-    return [Expected(one, max(TOLERANCE, 5 * changes)) for one in found]
+    return [Expected(one, max(TOLERANCE, 5 / 8 * changes)) for one in found]
 
 
 def scores(llm: LLM, texts: Any, adapters: Any, task: PoolingTask = "classify") -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 
 from app.engine.adapters.adapter import LoraAdapter, LoraKey, LoraPair
 from app.engine.config import EngineConfig
-from app.engine.cpu.adapter_layout import PreparedRows, row_bytes
+from app.engine.cpu.adapter_layout import AdapterLayoutCache, row_bytes
 from app.engine.errors import AdapterMismatch
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.pools.adapter_pool import rows_of
@@ -25,7 +25,7 @@ def _adapter(*keys: LoraKey) -> LoraAdapter:
 
 
 def test_ranks_stand_where_modules_are() -> None:
-    rows = PreparedRows(tiny_spec(2)).of(_adapter(LoraKey(1, "k_proj"), LoraKey(0, "down_proj")))
+    rows = AdapterLayoutCache(tiny_spec(2)).of(_adapter(LoraKey(1, "k_proj"), LoraKey(0, "down_proj")))
     expected = np.zeros((2, 7), np.int32)
     expected[1, DENSE_TARGETS.index("k_proj")] = expected[0, DENSE_TARGETS.index("down_proj")] = 3
     np.testing.assert_array_equal(rows.ranks, expected)
@@ -33,10 +33,10 @@ def test_ranks_stand_where_modules_are() -> None:
 
 
 def test_an_adapter_is_worked_out_once_and_forgotten_with_its_last_user() -> None:
-    prepared, adapter = PreparedRows(tiny_spec(1)), _adapter(LoraKey(0, "q_proj"))
-    rows = prepared.of(adapter)
-    assert prepared.of(adapter) is rows
-    assert prepared.of(_adapter(LoraKey(0, "q_proj"))) is not rows  # the same contents in memory of their own
+    layouts, adapter = AdapterLayoutCache(tiny_spec(1)), _adapter(LoraKey(0, "q_proj"))
+    rows = layouts.of(adapter)
+    assert layouts.of(adapter) is rows
+    assert layouts.of(_adapter(LoraKey(0, "q_proj"))) is not rows  # the same contents in memory of their own
     arrays = [weakref.ref(array) for array in rows.matrices.arrays]
     del rows, adapter
     gc.collect()
@@ -46,16 +46,16 @@ def test_an_adapter_is_worked_out_once_and_forgotten_with_its_last_user() -> Non
 @pytest.mark.parametrize("key", [LoraKey(2, "q_proj"), LoraKey(0, "q_proj", expert=1), LoraKey(0, "router")])
 def test_modules_that_are_not_there_are_refused(key: LoraKey) -> None:
     with pytest.raises(AdapterMismatch, match=f"{key.target}.*layer {key.layer}"):
-        PreparedRows(tiny_spec(2)).of(_adapter(LoraKey(0, "k_proj"), key))
+        AdapterLayoutCache(tiny_spec(2)).of(_adapter(LoraKey(0, "k_proj"), key))
 
 
 @pytest.mark.parametrize("saved_in", ["F32", "BF16"])
 def test_every_module_at_one_rank_takes_no_more_rows_than_the_rank_says(saved_in: str) -> None:
     spec = tiny_spec()
-    prepared, alignment = PreparedRows(spec), EngineConfig().rank_alignment
+    layouts, alignment = AdapterLayoutCache(spec), EngineConfig().rank_alignment
     for rank in (*range(1, 18), 24, 33, 40):
         adapter = random_adapter(spec, rank, dtype=saved_in, saved_in=saved_in, alpha=rank)
-        num_rows = prepared.of(adapter).num_rows
+        num_rows = layouts.of(adapter).num_rows
         assert rows_of(num_rows, 1) <= rows_of(rank, alignment) // (2 if saved_in == "BF16" else 1)
         assert num_rows >= rank // (2 if saved_in == "BF16" else 1)
 
@@ -65,12 +65,12 @@ def test_modules_and_ranks_that_an_adapter_has_not_take_no_rows() -> None:
     spec = tiny_spec()
     row = 4 * 2 * ((5 * 24 + 32 + 40) + (32 + 16 + 16 + 32 + 48 + 48 + 32))
     assert row_bytes(spec) == row
-    prepared = PreparedRows(spec)
+    layouts = AdapterLayoutCache(spec)
     q_and_v = 4 * 2 * (16 * (24 + 24) + 13 * (32 + 16))  # rank 13: panels of eight rows of a, rows of b
-    assert prepared.of(random_adapter(spec, 13, ["q_proj", "v_proj"])).num_rows == -(-q_and_v // row) == 4
+    assert layouts.of(random_adapter(spec, 13, ["q_proj", "v_proj"])).num_rows == -(-q_and_v // row) == 4
     one = random_adapter(spec, 64, ["k_proj"])
-    assert prepared.of(one).num_rows == -(-64 * (24 + 16) * 4 * 2 // row)
-    assert prepared.of(LoraAdapter(one.card, {})).num_rows == 1  # of what is no module of every token
+    assert layouts.of(one).num_rows == -(-64 * (24 + 16) * 4 * 2 // row)
+    assert layouts.of(LoraAdapter(one.card, {})).num_rows == 1  # of what is no module of every token
 
 
 def test_the_engine_prepares_an_adapter_when_it_is_named_not_when_it_is_written() -> None:

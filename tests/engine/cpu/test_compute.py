@@ -173,8 +173,8 @@ def _packed(
 def test_routers_stay_in_float32(compute: Compute, kind: type) -> None:
     spec = mixture_spec()
     weights = _packed(spec, "auto", grid_tensors(spec, 1), compute)
-    assert weights.experts is not None
-    rounded = {name for name in weights.experts._fields if isinstance(getattr(weights.experts, name), kind)}
+    assert weights.moe is not None
+    rounded = {name for name in weights.moe._fields if isinstance(getattr(weights.moe, name), kind)}
     assert rounded == {"gate_up", "down", "shared_gate_up", "shared_down"}
     assert all(isinstance(stack, kind) for stack in (weights.qkv, weights.o, weights.head))
 
@@ -221,8 +221,7 @@ def test_the_arithmetic_is_a_part_of_the_digest(tmp_path: Path) -> None:
         CONFIG.on(config.section(CpuConfig).model_copy(update={"kv_cache_dtype": "bfloat16"}))
         for config in (CONFIG, INT8, BF16)
     ]
-    rounded = [
-        open_model(str(tmp_path), plain.spec.name, config.arithmetic).spec for config in (INT8, BF16, *narrow_kv)
-    ]
+    narrow = (*narrow_kv, CONFIG.on(CpuConfig(weight_dtype="int8")))
+    rounded = [open_model(str(tmp_path), plain.spec.name, config.arithmetic).spec for config in (INT8, BF16, *narrow)]
     assert all(spec == dataclasses.replace(plain.spec, digest=spec.digest) for spec in rounded)
-    assert len({root_hash(spec.digest, None, b"") for spec in (plain.spec, *rounded)}) == 6
+    assert len({root_hash(spec.digest, None, b"") for spec in (plain.spec, *rounded)}) == 7

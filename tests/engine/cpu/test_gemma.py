@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.checkpoints import save, tiny_model
 from tests.engine.driving import run, tokens_of
-from tests.engine.logits_check import TOLERANCE
+from tests.engine.logits_check import TOLERANCE, steady_prompts
 from tests.seeds import rng
 
 NUM_NEW = 12
@@ -38,8 +37,8 @@ def test_greedy_text_through_chunks_cached_prefixes_and_preemption(family: str, 
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), TIGHT)
     engine = Engine(backend, TIGHT)
     generator = rng()
-    prefix = generator.integers(3, 99, 37)
-    prompts = [np.concatenate([prefix, generator.integers(3, 99, n)]) for n in (1, 9, 30, 12, 1)]
+    (prefix,) = steady_prompts(model, generator, (37,))
+    prompts = steady_prompts(model, generator, (1, 9, 30, 12, 1), prefix.tolist())
     sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.submit(GenerateRequest(f"r{index}", "t", tuple(prompt.tolist()), sampling), None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair, to_float32
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.linear_modules import target_shape
 from tests.engine.adapters.random_adapters import random_adapter, random_tensors, tiny_spec
@@ -22,6 +22,11 @@ def with_a_fine_zero(adapter: LoraAdapter) -> LoraAdapter:
     pair = LoraPair(np.full((8, d_in), 0.1, np.float32), np.zeros((8, d_out), np.float32))
     weights = MappingProxyType({**adapter.weights, LoraKey(0, "v_proj"): pair})
     return dataclasses.replace(adapter, weights=weights)
+
+
+def in_float32(adapter: LoraAdapter) -> LoraAdapter:
+    pairs = {key: LoraPair(to_float32(a), to_float32(b)) for key, (a, b) in adapter.weights.items()}
+    return dataclasses.replace(adapter, weights=pairs)
 
 
 def test_narrow_and_wide_rows_give_the_same_bits() -> None:
@@ -56,7 +61,7 @@ def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(ranks: tuple[
     adapters.append(partly)
     narrow = served_logits(backend, adapters, tokens)
     assert backend._rows.in_bf16[1 : 1 + len(adapters)].tolist() == [True] * len(ranks) + [False]
-    np.testing.assert_array_equal(narrow, served_logits(backend, [a.to_float32() for a in adapters], tokens))
+    np.testing.assert_array_equal(narrow, served_logits(backend, [*map(in_float32, adapters)], tokens))
     assert len({logits.tobytes() for logits in narrow}) == len(adapters)
     backend.close()
 

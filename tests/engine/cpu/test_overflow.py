@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
+from app.engine.cpu.outputs import one_row, sample
 from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow
 from app.engine.models.linear_modules import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from app.kernels.machine.thread_team import ThreadTeam
 from tests.engine.adapters.random_adapters import random_adapter
 from tests.engine.batch_invariance import dense_spec, grid_tensors
 
@@ -46,3 +54,15 @@ def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
     for found in (together, run("base", "good")):
         for name, chunks in alone.items():
             assert [(c.token_ids, c.logprobs) for c in found[name]] == [(c.token_ids, c.logprobs) for c in chunks]
+
+
+@pytest.mark.parametrize("target", [-1, 4, 7], ids=["drawn", "a token of the prompt", "the one that overflowed"])
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_a_row_with_a_logit_that_is_not_finite_is_named(lost: float, target: int) -> None:
+    """Whichever token's log-probability is asked for: the row has none."""
+    logits = np.linspace(-1, 1, 20, dtype=np.float32)[None].copy()
+    sampling = replace(one_row(), targets=np.array([target], np.int32), num_logprobs=np.full(1, -1, np.int32))
+    with closing(ThreadTeam(1)) as team:
+        assert sample(logits.copy(), sampling, team).overflowed == ()
+        logits[0, 7] = lost
+        assert sample(logits, sampling, team).overflowed == (0,)

@@ -95,7 +95,7 @@ def test_other_tensors_settings_and_code_are_packed_again(monkeypatch: pytest.Mo
     assert packed_weights(DIGEST, ("auto",), pack).count == 0
     assert packed_weights(DIGEST, ("int8",), pack).count == 1
     assert packed_weights("e" * 64, ("auto",), pack).count == 2
-    monkeypatch.setattr(weights_cache, "_source_digest", lambda: "other code")
+    monkeypatch.setattr(weights_cache, "_code_version", lambda: "other code")
     assert packed_weights(DIGEST, ("auto",), pack).count == 3
     assert packed_weights(DIGEST, ("auto",), pack).count == 3
 

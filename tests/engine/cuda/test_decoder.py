@@ -74,7 +74,7 @@ def test_one_base_product_per_module_whatever_adapters_the_batch_holds(num_token
         backend.write_adapter(slot, 64 * (slot - 1), random_adapter(spec, rank))
     generator = rng()
     pieces = [Piece(generator.integers(3, 60, num_tokens), 0, np.arange(i, i + 1), i) for i in range(5)]
-    weights = backend.weights
+    weights = backend._weights
     base = [weight for layer in weights.layers for weight in layer.modules.values()]
     with _CountProducts([*base, weights.head]) as counting:
         backend.forward(forward_batch(pieces, backend.limits.block_size))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from peft import LoraConfig
 
-from app.engine.adapters.adapter import FEATURES, LoraAdapter
+from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.cuda.backend import CudaBackend
 from tests.engine.adapters.formats.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE

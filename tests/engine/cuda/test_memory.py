@@ -31,7 +31,7 @@ def _plan(*, device_bytes: int = 8 * GIB, free_bytes: int = 8 * GIB, **settings:
 def test_the_parts_are_counted_in_the_tensors_that_are_there(spec: ModelSpec) -> None:
     config = gpu_config(lora_pool_rows=40, num_kv_blocks=9)
     backend = gpu_backend(spec, random_tensors(spec), config)
-    weights, tables, kv = backend.weights, backend._tables, backend._kv
+    weights, tables, kv = backend._weights, backend._tables, backend._kv
     matrices = [weights.embedding, *(m for w in weights.layers for m in w.modules.values())]
     of_layers = [getattr(w, name) for w in weights.layers for name in (*LAYER_NORMS, *LATENT_NORMS)]
     norms = [weights.final_norm, *(norm for norm in of_layers if norm is not None)]

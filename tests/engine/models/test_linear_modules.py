@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from app.engine.errors import CheckpointError
-from app.engine.models.linear_modules import layer_linear_modules, linear_module_of, targets_of, uniform_modules
+from app.engine.models.linear_modules import layer_linear_modules, linear_module_of, stacked_modules, targets_of
 from app.engine.models.spec import AttentionSpec, MlpSpec, RopeSpec
 from app.engine.models.weight_names import expected_tensors
 from tests.engine.adapters.random_adapters import tiny_spec
@@ -59,9 +59,8 @@ def test_a_target_is_counted_in_the_order_of_products() -> None:
 def test_layers_may_differ_in_positions_and_in_nothing_else() -> None:
     layer = SPEC.layers[0]
     moved = replace(layer.attention, rope=RopeSpec((1.0,) * 4), window=7, scale=0.5)
-    assert uniform_modules(replace(SPEC, layers=(layer, replace(layer, attention=moved)))) == layer_linear_modules(
-        SPEC, 0
-    )
+    stacked = stacked_modules(replace(SPEC, layers=(layer, replace(layer, attention=moved))))
+    assert tuple(module for module, _ in stacked) == layer_linear_modules(SPEC, 0)
     others = (
         replace(layer, mlp=MlpSpec(48)),
         replace(layer, mlp=MlpSpec(40, "gelu_tanh")),
@@ -70,4 +69,4 @@ def test_layers_may_differ_in_positions_and_in_nothing_else() -> None:
     )
     for other in others:
         with pytest.raises(CheckpointError, match="layer 1 of tiny differs from layer 0"):
-            uniform_modules(replace(SPEC, layers=(layer, other)))
+            stacked_modules(replace(SPEC, layers=(layer, other)))

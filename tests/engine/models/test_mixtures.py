@@ -17,7 +17,7 @@ from app.engine.errors import CheckpointError
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.hf import gpt_oss
 from app.engine.models.hf.config import spec_from_config
-from app.engine.models.linear_modules import layer_linear_modules, stacked_modules, targets_of, uniform_modules
+from app.engine.models.linear_modules import layer_linear_modules, stacked_modules, targets_of
 from app.engine.models.memory_estimate import kv_block_bytes
 from app.engine.models.spec import ExpertsSpec, LatentSpec, MlpSpec, ModelSpec, RouterSpec, SharedExpertSpec
 from tests.engine.checkpoints import MIXTURES, save, tiny_model
@@ -138,12 +138,6 @@ def test_what_changes_the_arithmetic_and_is_not_honoured_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         _spec(model_type, **{"num_key_value_heads": 2, **settings})
-
-
-def test_a_device_without_experts_refuses_the_family_by_name() -> None:
-    spec = _spec("mixtral", num_key_value_heads=2)
-    with pytest.raises(CheckpointError, match=r"does not serve mixtral, a mixture of experts \(m\); use engine\.cpu"):
-        uniform_modules(spec)
 
 
 def test_deepseeks_published_lite_configuration_is_read() -> None:

@@ -176,7 +176,7 @@ def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObj
     def push(tenant: str) -> None:
         nonlocal count
         item = sequence(f"r{count}", tenant, prompt=data.draw(st.integers(1, longest)), weight=tenants[tenant])
-        item.num_needed = data.draw(st.sampled_from([0, 8, max_rank]))
+        item.num_rank_rows_needed = data.draw(st.sampled_from([0, 8, max_rank]))
         queue.push(item)
         count += 1
 
@@ -192,7 +192,7 @@ def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObj
                 left = left_of[first.request_id] = [data.draw(st.integers(1, max_output))]
                 queue.charge(first, INPUT_PRICE * first.num_prompt)
                 if data.draw(st.booleans()):
-                    queue.charge(first, RANK_ROW_PRICE * first.num_needed)
+                    queue.charge(first, RANK_ROW_PRICE * first.num_rank_rows_needed)
             queue.remove(first)
             first.num_blocks = -(-first.num_prompt // block_size)
             running.append((first, left))
@@ -208,19 +208,19 @@ def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObj
         token = OUTPUT_PRICE + HELD_BLOCK_PRICE * blocks + HELD_ROW_PRICE * max_rank
         start = INPUT_PRICE * longest + RANK_ROW_PRICE * max_rank
         bound = 2 * max(start, token * max_output * max_running) / min(tenants.values())
-        counters = queue.counters()
-        assert max(counters.values()) - min(counters.values()) <= bound
+        counters = [queue.counter_of(tenant) for tenant in tenants]
+        assert max(counters) - min(counters) <= bound
 
 
 def test_what_is_held_is_charged_with_each_token() -> None:
     queue = FairQueue()
     small, large = sequence("small", "a", prompt=8), sequence("large", "b", prompt=8, weight=2.0)
-    large.num_needed, large.num_blocks = 64, 64
+    large.num_rank_rows_needed, large.num_blocks = 64, 64
     for item in (small, large):
         queue.push(item)
     for item in (small, large):
         queue.charge_token(item)
-    assert queue.counters() == {"a": OUTPUT_PRICE, "b": (OUTPUT_PRICE + 2) / 2}
+    assert (queue.counter_of("a"), queue.counter_of("b")) == (OUTPUT_PRICE, (OUTPUT_PRICE + 2) / 2)
 
 
 def test_the_gap_is_that_of_tenants_that_wait() -> None:
@@ -259,7 +259,7 @@ def test_the_number_of_remembered_tenants_is_bounded() -> None:
         queue.remove(item)
     queue.push(sequence("here", "t3"))
     queue.forget_absent({"t5"})
-    left = queue.counters()
+    left = queue._interactive.tenants
     assert len(left) <= limit
     assert {"t3", "t5", f"t{limit + 9}"} <= set(left)
 

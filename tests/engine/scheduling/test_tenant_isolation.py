@@ -1,4 +1,4 @@
-"""How wide a step may be: the bound that one tenant's flood is held to, and what the flood is left all the same."""
+"""How many tokens a step may have: the bound on one tenant's flood, and what the flood is left all the same."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tests.budgets import examples
 from tests.fakes import FakeBackend, fake_request, fake_spec
 
 
-def sequences(**widths: int) -> list[Sequence]:
+def sequences(**num_running: int) -> list[Sequence]:
     """So many running sequences of each tenant."""
     return [
         Sequence(fake_request(f"{tenant}{index}", [1], tenant_id=tenant), None, fake_spec(), 8)
-        for tenant, width in widths.items()
-        for index in range(width)
+        for tenant, count in num_running.items()
+        for index in range(count)
     ]
 
 
 @given(
     st.floats(0, 1), st.floats(0.001, 1), st.integers(1, 40), st.floats(1, 4), st.sets(st.integers(1, 90), min_size=2)
 )
-def test_the_widest_step_takes_as_long_as_it_may(
+def test_the_largest_step_takes_as_long_as_it_may(
     start_s: float, token_s: float, num_tokens: int, slowdown: float, seen: set[int]
 ) -> None:
     times = StepTimes()
-    for width in seen:
-        times.observe(width, start_s + token_s * width)
+    for count in seen:
+        times.observe(count, start_s + token_s * count)
     max_step_tokens = times.max_step_tokens(num_tokens, slowdown)
     alone_s = start_s + token_s * num_tokens
     assert start_s + token_s * max_step_tokens <= max(alone_s, slowdown * alone_s) * (1 + 1e-6)
@@ -49,7 +49,7 @@ def test_the_widest_step_takes_as_long_as_it_may(
         assert start_s + token_s * (max_step_tokens + 2) > slowdown * alone_s * (1 - 1e-6), "and no less"
 
 
-def test_one_width_alone_errs_to_the_narrow_side() -> None:
+def test_one_measured_size_alone_allows_rather_too_few_tokens() -> None:
     times = StepTimes()
     assert times.max_step_tokens(4, 1.5) == 4, "nothing is known yet"
     times.observe(40, 0.1)
@@ -60,22 +60,22 @@ def test_one_width_alone_errs_to_the_narrow_side() -> None:
 
 def test_who_runs_most_is_held_back_and_never_below_the_others() -> None:
     isolation = TenantIsolation(1.5)
-    for width in (4, 44):
-        isolation.observe(width, 0.010 + 0.0005 * width)  # 12 ms for 4, 32 ms for 44
+    for num_tokens in (4, 44):
+        isolation.observe(num_tokens, 0.010 + 0.0005 * num_tokens)  # 12 ms for 4, 32 ms for 44
     assert isolation.token_limits(sequences(one=4, flood=40)) == {"flood": 12}, "18 ms"
     assert isolation.token_limits(sequences(one=4, flood=4)) == {}
-    for width in (4, 44):
+    for num_tokens in (4, 44):
         for _ in range(9):
-            isolation.observe(width, 0.001 * width)  # a step is all tokens: 1.5 leaves room for 2
+            isolation.observe(num_tokens, 0.001 * num_tokens)  # a step is all tokens: 1.5 leaves room for 2
     assert isolation.token_limits(sequences(one=4, flood=40)) == {"flood": 4}, "served equally all the same"
     assert isolation.token_limits(sequences(one=1, two=2, flood=9)) == {"flood": 2}
     assert TenantIsolation(0).token_limits(sequences(one=4, flood=40)) == {}
 
 
-def test_a_tenant_that_comes_back_finds_no_wide_step() -> None:
+def test_a_tenant_that_comes_back_finds_no_large_step() -> None:
     isolation, flood = TenantIsolation(1.5), sequences(flood=40)
-    for width in (4, 44):
-        isolation.observe(width, 0.001 * width)
+    for num_tokens in (4, 44):
+        isolation.observe(num_tokens, 0.001 * num_tokens)
     assert isolation.token_limits(flood) == {}, "it has the engine to itself"
     assert isolation.token_limits(flood, sequences(one=1)) == {"flood": 1}, "who waits is about to run"
     assert isolation.token_limits([*flood, *sequences(one=4)]) == {"flood": 4}
@@ -87,8 +87,8 @@ def test_a_tenant_that_comes_back_finds_no_wide_step() -> None:
 
 def test_who_is_held_back_and_behind_gets_more() -> None:
     isolation = TenantIsolation(1.5)
-    for width in (4, 44):
-        isolation.observe(width, 0.001 * width)
+    for num_tokens in (4, 44):
+        isolation.observe(num_tokens, 0.001 * num_tokens)
     running = sequences(one=4, flood=40)
     rooms = [
         isolation.token_limits(running, (), {"one": lead, "flood": 0.0}.__getitem__)["flood"] for lead in (0, 200, 2000)
@@ -96,10 +96,10 @@ def test_who_is_held_back_and_behind_gets_more() -> None:
     assert rooms[0] == rooms[1] == 4 < rooms[2]
 
 
-def test_a_place_is_given_by_the_widest_while_it_stays_wider() -> None:
-    isolation, wide = TenantIsolation(1.5), {"flood", "two"}
+def test_a_place_is_given_by_the_heaviest_while_it_stays_heavier() -> None:
+    isolation, heavy = TenantIsolation(1.5), {"flood", "two"}
     (asking,) = sequences(one=1)
-    victim = isolation.victim(sequences(two=3, flood=9), asking, wide)
+    victim = isolation.victim(sequences(two=3, flood=9), asking, heavy)
     assert victim is not None
     assert victim.request_id == "flood8", "its youngest"
     assert isolation.victim(sequences(one=4, flood=5), asking, {"flood"}) is None, "both would have five and four"
@@ -114,11 +114,11 @@ def test_a_place_is_given_by_the_widest_while_it_stays_wider() -> None:
     assert isolation.victim(sequences(flood=9), asking, {"flood"}, served) is None, "it waits in fair order"
 
 
-def test_turns_go_round() -> None:
+def test_time_slices_go_round() -> None:
     isolation, waiting = TenantIsolation(1.5), sequences(flood=10)
     counts = dict.fromkeys((each.request_id for each in waiting), 0)
     for _ in range(20):
-        for each in isolation.next_turn(waiting, 3):
+        for each in isolation.next_time_slices(waiting, 3):
             counts[each.request_id] += 1
     assert set(counts.values()) == {6}
 
@@ -168,7 +168,7 @@ def test_a_flood_moves_the_others_by_no_more_than_it_may() -> None:
     held, served = gaps_ms(1.5, 30)
     assert max(alone[1:40]) == pytest.approx(11.0)
     assert sorted(beside)[len(beside) // 2] > 3 * 11.0
-    assert max(held[41:80]) <= 1.5 * 11.0 + 1e-9, "once both widths have been seen"
+    assert max(held[41:80]) <= 1.5 * 11.0 + 1e-9, "once steps of both sizes have been seen"
     assert served >= len(held), "it is served at least equally"
 
 
@@ -311,7 +311,7 @@ def service_gaps(slowdown: float, tenants: Mapping[str, Arriving], num_places: i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_tenant_whose_only_stream_in_turn_is_preempted_goes_on(seed: int) -> None:
+def test_a_tenant_whose_only_stream_with_a_time_slice_is_preempted_goes_on(seed: int) -> None:
     """Memory for one or two sequences, and a limit of one token: the step after such a preemption computes others."""
     rng, backend = random.Random(seed), SteppingBackend(BackendLimits(4, 8, 0, 8, 1))
     config = EngineConfig(max_tenant_slowdown=1.0, enable_prefix_caching=False, max_model_len=32)

@@ -71,7 +71,7 @@ def test_rejected_draft_tokens_change_nothing_and_are_paid_as_computed_tokens() 
         assert_as_alone((request, None), out["r"])
         assert_told(engine, out)
         assert engine.stats().num_tokens_generated == len(wrong)
-        counters.append(engine._scheduler.queue.counters()["default"])
+        counters.append(engine._scheduler.queue.counter_of("default"))
     stats = engine.stats()
     num_rejected = stats.num_draft_tokens - stats.num_accepted_tokens
     assert num_rejected > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, InvalidRequest, UnsupportedField
 from app.engine.models.tokenizers.tokenizer import NewToken
 from app.engine.request import SamplingParams, TokenChunk
+from app.engine.structured_output import backend_guidance
 from app.engine.structured_output.backend_guidance import Vocabulary
 from app.engine.structured_output.grammar_builder import client_lark_grammar, json_grammar, regex_grammar
 from tests.engine.structured_output.tokens import ids_of, text_of, tiny_vocabulary
@@ -227,7 +229,7 @@ def test_a_regex_over_several_requests_is_compiled_for_each_tenant() -> None:
     grammar = regex_grammar("[0-9]{3}", "r")
     for tenant in ("a", "b", "a"):
         vocabulary.matcher(grammar, tenant).consume([20, 21])  # "12", as tokens "1" and "2"
-    assert vocabulary.num_compiled == 2
+    assert len(vocabulary._compiled) == 2
 
 
 def test_an_adapters_added_tokens_may_be_in_its_answer() -> None:
@@ -254,6 +256,22 @@ def test_an_adapters_added_tokens_may_write_what_the_bases_do() -> None:
         allowed.append({token for token in range(120) if words[token >> 5] >> np.uint32(token & 31) & 1})
     assert allowed[1] == allowed[0] | {117}
     assert base.with_tokens("") is base
+
+
+def test_a_vocabulary_with_added_tokens_is_made_without_parsing_the_base_s_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokenizer of a large model has megabytes, and no step runs while Python parses them."""
+    base = tiny_vocabulary()
+    monkeypatch.setattr(backend_guidance, "json", SimpleNamespace(JSONDecoder=json.JSONDecoder, dumps=json.dumps))
+    own = base.with_tokens(AdapterTokenizer(None, {}, {"<call>": NewToken(117, ("special",))}).to_json())
+    monkeypatch.undo()
+    assert own.matcher(client_lark_grammar("start: <call>", "grammar"), "tenant").forced_token_ids() == [117]
+    again = own.with_tokens(AdapterTokenizer(None, {}, {"<end>": NewToken(118, ("special",))}).to_json())
+    assert again.matcher(client_lark_grammar("start: <call> <end>", "grammar"), "tenant").forced_token_ids() == [
+        117,
+        118,
+    ]
 
 
 def test_an_added_token_in_angle_brackets_is_text_unless_it_is_special() -> None:

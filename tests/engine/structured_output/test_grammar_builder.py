@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.engine.constraint import why
 from app.engine.errors import InvalidRequest
 from app.engine.structured_output import grammar_builder
 from app.engine.structured_output.backend_guidance import (
@@ -17,7 +18,6 @@ from app.engine.structured_output.backend_guidance import (
     Vocabulary,
     enforceable,
     place_of,
-    why,
 )
 from app.engine.structured_output.grammar_builder import MAX_RULES, check_schema, client_lark_grammar
 from tests.engine.structured_output.tokens import EOS, tiny_tokenizer, tiny_vocabulary

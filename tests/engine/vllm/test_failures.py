@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def worker_pid(served: Served) -> int:
     assert isinstance(served.engine, VllmEngineThread)
-    return served.engine.worker_pid
+    return served.engine._vllm.process._process.pid
 
 
 def assert_all_failed(served: Served, names: list[str]) -> None:
@@ -78,7 +78,7 @@ def long_requests(served: Served, **options: Any) -> list[str]:
 
 
 def test_a_killed_worker_ends_its_requests(folder: Path) -> None:
-    served = Served("fake", folder)
+    served = Served("fake", folder, step_s=0.05)
     names = long_requests(served)
     os.kill(worker_pid(served), signal.SIGKILL)
     assert_all_failed(served, names)
@@ -86,7 +86,7 @@ def test_a_killed_worker_ends_its_requests(folder: Path) -> None:
 
 
 def test_a_worker_that_stops_is_ended_and_its_requests_answered(folder: Path) -> None:
-    served = Served("fake", folder)
+    served = Served("fake", folder, step_s=0.05)
     names = long_requests(served)
     assert not served.engine.check_progress(1000)
     os.kill(worker_pid(served), signal.SIGSTOP)
@@ -109,7 +109,7 @@ def test_a_worker_that_reads_nothing_is_closed(folder: Path) -> None:
     command = [sys.executable, str(FAKE_WORKER)]
     process = WorkerProcess(command, worker_arguments(checkpoint, config), {}, lambda _: None, lambda _: None)
     process.wait_ready()
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process._process.pid, signal.SIGSTOP)
     sending = threading.Thread(target=process.send, args=({"type": "abort", "ids": ["x" * (1 << 23)]},), daemon=True)
     closing = threading.Thread(target=process.close, daemon=True)
     for thread in (sending, closing):

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from peft import LoraConfig
 
-from app.engine.adapters.adapter import FEATURES, LoraKey, TokenRows
+from app.engine.adapters.adapter import LoraKey, TokenRows
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
+from app.engine.adapters.features import FEATURES, XLA_FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import AdapterMismatch
 from app.engine.factory import served_features
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from app.engine.xla.base_weights import XlaBaseWeights
 from app.engine.xla.sharding import make_mesh
-from app.engine.xla.supported_features import SERVED
 from app.kernels.dora.reference import dora_scale
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, spec_of, tiny_model
@@ -33,7 +33,7 @@ from tests.seeds import rng
 pytestmark = PEFT_WARNINGS
 
 #: What PEFT is asked for, by name, of what this engine serves.
-OWN = {name: settings for name, (settings, features) in BEYOND.items() if features <= SERVED} | {
+OWN = {name: settings for name, (settings, features) in BEYOND.items() if features <= XLA_FEATURES} | {
     "DoRA and trained biases": {"target_modules": ["q_proj", "o_proj", "down_proj"], "use_dora": True, "bias": "all"}
 }
 
@@ -44,10 +44,10 @@ def jax_config() -> EngineConfig:
     return shared.on(XlaConfig(skip_precompile=True))
 
 
-def jax_backend(folder: Path, config: EngineConfig) -> JaxBackend:
+def jax_backend(folder: Path, config: EngineConfig) -> XlaBackend:
     """For the checkpoint that `backend_of` has saved; every step has the largest shape."""
     checkpoint = load_checkpoint(folder)
-    backend = JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+    backend = XlaBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
     backend.programs.buckets = backend.programs.buckets[-1:]
     return backend
 
@@ -79,7 +79,7 @@ def test_dora_scales_are_the_definitions(rank: int) -> None:
     spec = tiny_spec()
     tensors = dict(random_tensors(spec, 3))
     config = EngineConfig(num_kv_blocks=8, lora_pool_rows=8, xla=XlaConfig(skip_precompile=True))
-    backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
+    backend = XlaBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     base = backend._adapters._base
     assert isinstance(base, XlaBaseWeights)
     adapter = random_adapter(spec, rank)
@@ -135,9 +135,9 @@ def test_extras_without_rank_rows_are_refused() -> None:
 def test_every_feature_is_served_or_refused_when_an_adapter_is_read(tmp_path: Path) -> None:
     assert served_features(EngineConfig()) == FEATURES
     served = served_features(EngineConfig(xla=XlaConfig()))
-    assert served == SERVED < FEATURES
+    assert served == XLA_FEATURES < FEATURES
     model = tiny_model("llama")
-    refused = {name: (settings, features) for name, (settings, features) in BEYOND.items() if not features <= SERVED}
+    refused = {name: case for name, case in BEYOND.items() if not case[1] <= XLA_FEATURES}
     assert refused
     model.save_pretrained(tmp_path / "base")
     copies = BaseWeightDedup(load_checkpoint(tmp_path / "base"), served)  # whole matrices are judged by their values
@@ -146,5 +146,5 @@ def test_every_feature_is_served_or_refused_when_an_adapter_is_read(tmp_path: Pa
         save_random_adapter(
             model, folder, LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | settings))
         )
-        with pytest.raises(AdapterMismatch, match=f"cannot apply .*{sorted(features - SERVED)[0]}.*engine.cpu"):
+        with pytest.raises(AdapterMismatch, match=f"cannot apply .*{sorted(features - XLA_FEATURES)[0]}.*engine.cpu"):
             copies.without_copies(read_adapter(folder, spec_of(model), supported_features=served))

@@ -11,7 +11,7 @@ import pytest
 
 from app.engine.adapters.adapter import LoraKey, LoraPair
 from app.engine.config import EngineConfig, XlaConfig
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from app.engine.xla.base_weights import XlaBaseWeights
 from app.engine.xla.sharding import make_mesh
 from app.kernels.dora.reference import dora_scale
@@ -32,7 +32,7 @@ def base() -> Iterator[Base]:
     tensors = dict(random_tensors(spec, 3))
     tensors["model.layers.0.mlp.down_proj.weight"][5] = 0
     config = CONFIG.on(XlaConfig(skip_precompile=True))
-    backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
+    backend = XlaBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     values = backend._adapters._base
     assert values is not None
     yield values, tensors
@@ -82,7 +82,7 @@ def test_layers_without_a_product_do_not_shift_the_others() -> None:
     spec = dataclasses.replace(spec, layers=(spec.layers[1], spec.layers[0], spec.layers[2]))
     tensors = dict(random_tensors(spec, 5))
     config = CONFIG.on(XlaConfig(skip_precompile=True))
-    backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
+    backend = XlaBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
     values = backend._adapters._base
     assert values is not None
     w = tensors["model.layers.1.mlp.up_proj.weight"]

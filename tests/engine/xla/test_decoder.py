@@ -10,25 +10,22 @@ import numpy as np
 import pytest
 
 from app.engine.config import EngineConfig, XlaConfig
-from app.engine.errors import CheckpointError
-from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.models.checkpoint import Checkpoint
 from app.engine.xla.adapters import XlaAdapters, base_tables
 from app.engine.xla.arrays import KvMemory
-from app.engine.xla.backend import JaxBackend, lora_kernel
+from app.engine.xla.backend import XlaBackend, lora_kernel
 from app.engine.xla.decoder import forward
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket
 from app.engine.xla.weights import read_weights
 from tests.engine.adapters.random_adapters import tiny_spec
-from tests.engine.checkpoints import FAMILIES, MIXTURES, save, tiny_model
+from tests.engine.checkpoints import FAMILIES, MIXTURES
 from tests.engine.logits_check import NUM_BLOCKS, check_family, check_prompt_logprobs
 from tests.engine.xla.tiny_backends import random_tensors
 
 CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, lora_pool_rows=8, max_num_batched_tokens=64, max_num_seqs=8)
 LENGTHS = (1, 20, 41)
-#: What is refused, and what for.
-REFUSED = {"gemma2": "soft caps and norms behind each block"}
 SERVED = (*FAMILIES, *MIXTURES)
 
 
@@ -36,8 +33,8 @@ SERVED = (*FAMILIES, *MIXTURES)
 def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_path: Path) -> None:
     config = CONFIG.on(XlaConfig(skip_precompile=True))
 
-    def make_backend(checkpoint: Checkpoint) -> JaxBackend:
-        return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+    def make_backend(checkpoint: Checkpoint) -> XlaBackend:
+        return XlaBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
 
     def chunk_end(generator: np.random.Generator, start: int) -> int:
         """At least two tokens each: one program for everything."""
@@ -45,15 +42,6 @@ def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_p
         return LENGTHS[2] if end == LENGTHS[2] - 1 else end
 
     check_family(family, tmp_path, make_backend, LENGTHS, chunk_end)
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(save(tiny_model(family), tmp_path))
-    with pytest.raises(
-        CheckpointError, match=rf"engine\.xla does not serve {family}'s {REFUSED[family]} .*engine\.cpu"
-    ):
-        JaxBackend(checkpoint.spec, checkpoint.tensors(), CONFIG.on(XlaConfig()), make_mesh(jax.devices("cpu"), 1))
 
 
 @pytest.mark.parametrize("kernel_backend", ["xla", "pallas"])
@@ -89,7 +77,7 @@ def test_what_one_shard_computes_follows_from_the_table_of_products() -> None:
 def test_log_probabilities_of_prompts_equal_transformers(family: str, tmp_path: Path) -> None:
     config = CONFIG.on(XlaConfig(skip_precompile=True))
 
-    def make_backend(checkpoint: Checkpoint) -> JaxBackend:
-        return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+    def make_backend(checkpoint: Checkpoint) -> XlaBackend:
+        return XlaBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
 
     check_prompt_logprobs(family, tmp_path, make_backend)

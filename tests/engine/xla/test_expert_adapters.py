@@ -18,7 +18,7 @@ from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from app.engine.xla.moe_lora_tables import XlaMoeLoraTables, write_pages
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
@@ -66,7 +66,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model.save_pretrained(folder)
     checkpoint = load_checkpoint(folder)
     config = CONFIG.on(XlaConfig(kernel_backend=kernel_backend, skip_precompile=True))
-    backend = JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+    backend = XlaBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
     yield model, backend
     backend.close()
 
@@ -188,7 +188,7 @@ def test_following_an_experts_pages_gives_its_own_delta_whatever_was_there_befor
             module = next(one for one in sizes.modules if target in one.targets and one.num_experts is not None)
             whole = next(one for one in sizes.whole if one.name == module.name)
             index, columns = module.targets.index(target), shard_columns(whole, tensor_shards)[target]
-            a, b, page = [], [], int(heads[sizes.place("experts_down", layer), expert, slot])
+            a, b, page = [], [], int(heads[sizes.stacked_layer("experts_down", layer), expert, slot])
             ranks = [one.rank for key, one in adapter.weights.items() if (key.layer, key.expert) == (layer, expert)]
             for _ in range(-(-max(ranks) // 8)):
                 count = int(places.ranks[module.name][page, index])

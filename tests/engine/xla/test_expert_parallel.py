@@ -31,7 +31,7 @@ from app.engine.models.spec import (
     SharedExpertSpec,
 )
 from app.engine.request import SamplingParams
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from tests.engine.adapters.random_adapters import random_mixture_adapter, random_tensors, tiny_spec
@@ -94,7 +94,7 @@ def observe(kernel_backend: str, experts: int, tensor: int, rank_rows: int, seed
         extra_weights_bytes=1 << 22 if rank_rows else 0, xla=xla,
     )  # fmt: skip
     mesh = make_mesh(jax.devices("cpu"), tensor, experts)
-    backend = JaxBackend(model, random_tensors(model, seed), config, mesh)
+    backend = XlaBackend(model, random_tensors(model, seed), config, mesh)
     engine = Engine(backend, config)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
     adapters: list[LoraAdapter | None] = [None]
@@ -110,7 +110,7 @@ def observe(kernel_backend: str, experts: int, tensor: int, rank_rows: int, seed
         for chunk in engine.step():
             assert chunk.error is None, chunk.error
             lines.setdefault(chunk.request_id, []).extend((line.token_id, line.logprob) for line in chunk.logprobs)
-    text = backend.hlo(backend.programs.buckets[-1])  # the bucket of the prompts
+    text = backend.programs.program(backend.programs.buckets[-1]).as_text()  # the bucket of the prompts
     backend.close()
     return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
 

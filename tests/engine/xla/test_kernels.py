@@ -12,7 +12,7 @@ import torch
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import ConfigError
 from app.engine.models.spec import ModelSpec
-from app.engine.xla.backend import JaxBackend, lora_kernel
+from app.engine.xla.backend import XlaBackend, lora_kernel
 from app.engine.xla.sharding import make_mesh
 from tests.engine.adapters.random_adapters import random_adapter, random_mixture_adapter, random_tensors, tiny_spec
 from tests.engine.batch_invariance import latent_spec, mixture_spec
@@ -24,9 +24,9 @@ CONFIG = EngineConfig(num_kv_blocks=64, lora_pool_rows=256, max_loras=8, max_num
 TOLERANCE = 1e-4
 
 
-def backend(kernel_backend: str, spec: ModelSpec) -> JaxBackend:
+def backend(kernel_backend: str, spec: ModelSpec) -> XlaBackend:
     device = XlaConfig.model_validate({"kernel_backend": kernel_backend, "skip_precompile": True})
-    made = JaxBackend(spec, random_tensors(spec, 3), CONFIG.on(device), make_mesh(jax.devices("cpu"), 1))
+    made = XlaBackend(spec, random_tensors(spec, 3), CONFIG.on(device), make_mesh(jax.devices("cpu"), 1))
     made.programs.buckets = made.programs.buckets[-1:]
     return made
 

@@ -22,7 +22,7 @@ def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int
     config = EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=sequences)
     programs = Programs(ladder(config, 8), lambda bucket: bucket, skip_precompile=False)
     programs.wait()
-    assert programs.num_compiled == len(programs.buckets) == len(set(programs.buckets))
+    assert len(programs.compile_s_by_bucket) == len(programs.buckets) == len(set(programs.buckets))
     for num_sequences in range(1, min(sequences, tokens) + 1):
         for num_tokens in {num_sequences, tokens}:
             decode = num_tokens == num_sequences
@@ -97,13 +97,13 @@ def test_without_precompiling_only_what_is_asked_for_is_compiled_and_once() -> N
         return bucket
 
     programs = Programs(reversed(buckets), compile_one, skip_precompile=True)
-    assert (programs.num_compiled, compiled) == (0, [])
+    assert (len(programs.compile_s_by_bucket), compiled) == (0, [])
     for _ in range(2):
         assert programs.find(3, 3, decode=True) == (buckets[1], buckets[1])
         assert programs.find(3, 3, decode=False) == (buckets[2], buckets[2])
         assert programs.program(buckets[0]) == buckets[0]
     assert compiled == [buckets[1], buckets[2], buckets[0]]
-    assert programs.num_compiled == 3
+    assert len(programs.compile_s_by_bucket) == 3
     programs.wait()
     programs.stop()
 

@@ -68,11 +68,11 @@ def test_a_device_has_its_own_part_of_the_checkpoint(spec: ModelSpec, tensor: in
             for target in module.targets:
                 columns, own = module.columns(target), parts[target][device if is_single else t]
                 for layer in sizes.layers_of(module.name):
-                    place = sizes.place(module.name, layer)
+                    stacked_layer = sizes.stacked_layer(module.name, layer)
                     for number in range(1 if is_single else sizes.experts_per_shard):
                         path = module.kind.path(target, None if is_single else first + number)
                         stored = tensors[f"model.layers.{layer}.{path}.weight"]
-                        index = place if is_single else place * sizes.experts_per_shard + number
+                        index = stacked_layer if is_single else stacked_layer * sizes.experts_per_shard + number
                         found = mine.layers.modules[module.name][index, columns]
                         np.testing.assert_array_equal(found, stored[own] if is_output else stored[:, own])
                         if module.has_bias:
@@ -128,7 +128,7 @@ def test_one_device_runs_the_step_as_it_is() -> None:
     sizes = sizes_of(spec, 1)
     weights = read_weights(sizes, random_tensors(spec), 16)
     mesh = make_mesh(jax.devices("cpu"), 1)
-    assert (mesh.axis_names, mesh.devices.shape) == (("data", EXPERT_AXIS, TENSOR_AXIS), (1, 1, 1))
+    assert (mesh.axis_names, mesh.devices.shape) == ((EXPERT_AXIS, TENSOR_AXIS), (1, 1))
     tables = XlaAdapters(sizes, weights, 2, 8, 0, mesh).specs()
     assert over_shards(print, mesh, weights, tables, sizes) is print
 

@@ -52,7 +52,7 @@ def test_a_layer_has_the_products_that_the_model_says_each_at_a_place_of_its_own
     sizes = sizes_of(spec, 1)
     for module in sizes.modules:
         layers = sizes.layers_of(module.name)
-        assert [sizes.place(module.name, layer) for layer in layers] == list(range(len(layers)))
+        assert [sizes.stacked_layer(module.name, layer) for layer in layers] == list(range(len(layers)))
     for layer in range(sizes.num_layers):
         expected = {module.name: module for module in layer_linear_modules(spec, layer)}
         found = {one.name: one for one in sizes.modules if layer in sizes.layers_of(one.name)}
@@ -63,7 +63,7 @@ def test_a_layer_has_the_products_that_the_model_says_each_at_a_place_of_its_own
             )  # fmt: skip
     assert sizes.layers_of("no such product") == ()
     with pytest.raises(ValueError, match="not in tuple"):
-        sizes.place("gate_up", 99)
+        sizes.stacked_layer("gate_up", 99)
 
 
 def test_experts_are_divided_by_both_settings_and_all_else_by_their_product() -> None:

@@ -28,7 +28,7 @@ from app.engine.errors import ConfigError
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.models.weight_names import expected_tensors
 from app.engine.request import SamplingParams
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from tests.engine.adapters.random_adapters import random_adapter, random_tensors
@@ -79,7 +79,7 @@ def observe(kernel_backend: str, shards: int, rank_rows: int, seed: int) -> dict
             {"kernel_backend": kernel_backend, "tensor_parallel": shards, "skip_precompile": True}
         ),
     )
-    backend = JaxBackend(model, random_tensors(model, seed), config, make_mesh(jax.devices("cpu"), shards))
+    backend = XlaBackend(model, random_tensors(model, seed), config, make_mesh(jax.devices("cpu"), shards))
     engine = Engine(backend, config)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
     adapters: list[LoraAdapter | None] = [None]
@@ -92,7 +92,7 @@ def observe(kernel_backend: str, shards: int, rank_rows: int, seed: int) -> dict
     while engine.has_work:
         for chunk in engine.step():
             lines.setdefault(chunk.request_id, []).extend((line.token_id, line.logprob) for line in chunk.logprobs)
-    text = backend.hlo(backend.programs.buckets[-1])  # the bucket of the prompts
+    text = backend.programs.program(backend.programs.buckets[-1]).as_text()  # the bucket of the prompts
     return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
 
 

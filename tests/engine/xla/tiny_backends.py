@@ -10,15 +10,15 @@ import jax
 
 from app.engine.config import EngineConfig
 from app.engine.models.spec import AttentionSpec, ModelSpec, RopeSpec
-from app.engine.xla.backend import JaxBackend
+from app.engine.xla.backend import XlaBackend
 from app.engine.xla.sharding import make_mesh
 from tests.engine.adapters.random_adapters import random_tensors, tiny_spec
 from tests.engine.batch_invariance import mixture_spec
 
 
-def tiny_backend(config: EngineConfig, spec: ModelSpec | None = None, tensor_parallel: int = 1) -> JaxBackend:
+def tiny_backend(config: EngineConfig, spec: ModelSpec | None = None, tensor_parallel: int = 1) -> XlaBackend:
     spec = spec or tiny_spec()
-    return JaxBackend(spec, random_tensors(spec), config, make_mesh(jax.devices("cpu"), tensor_parallel))
+    return XlaBackend(spec, random_tensors(spec), config, make_mesh(jax.devices("cpu"), tensor_parallel))
 
 
 def divisible_mixture() -> ModelSpec:

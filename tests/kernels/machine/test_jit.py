@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import math
 import os
 import subprocess
@@ -13,6 +16,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
 from app.kernels.machine import jit as module
 from app.kernels.machine.jit import compile_seconds, has_feature, jit
@@ -46,6 +50,8 @@ def test_the_cache_lies_where_the_operator_wants_it(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("POLYLORA_CACHE", str(tmp_path / "elsewhere"))
     assert folder() == tmp_path / "elsewhere" / "kernels" / first.name
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("POLYLORA_CACHE", "~/mine")  # from a file of Docker's or systemd's, which no shell reads
+    assert folder() == tmp_path / "home" / "mine" / "kernels" / first.name
     for unset in ("", None):
         if unset is None:
             monkeypatch.delenv("POLYLORA_CACHE")
@@ -219,3 +225,48 @@ def test_one_process_compiles_for_the_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "_WAIT_S", 0.0)
     with module.compile_lock(), module.compile_lock():
         pass  # one that hangs is not waited for
+
+
+def test_a_file_system_without_locks_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lustre without the mount option flock, NFS without its lock service."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with module.compile_lock(3.0), module.compile_lock(3.0):
+        assert caplog.text.count("several processes may compile the same: [Errno 38] no locks here") == 1
+
+
+def test_processes_that_save_at_once_keep_their_forms_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both read the index before either writes it, unless one waits."""
+
+    def twice(value: float) -> float:
+        return value + value
+
+    both_have_read = threading.Barrier(2)
+    load_index = IndexDataCacheFile._load_index
+
+    def load_together(file: IndexDataCacheFile) -> object:
+        found = load_index(file)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_read.wait(1.0)
+        return found
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiled = numba.njit(twice)
+    assert (compiled(2), compiled(0.5)) == (4, 1.0)
+    monkeypatch.setattr(IndexDataCacheFile, "_load_index", load_together)
+    threads = [
+        threading.Thread(target=jit(twice)._cache.save_overload, args=(args, form))
+        for args, form in compiled.overloads.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    both_have_read.abort()
+    found = [jit(twice)._cache.load_overload(args, compiled.targetctx) for args in compiled.overloads]
+    assert [form and form.signature.args for form in found] == list(compiled.overloads)

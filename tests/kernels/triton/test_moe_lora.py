@@ -15,7 +15,7 @@ from app.kernels.moe_lora import triton as triton_lora
 from app.kernels.moe_routing import reference as routing
 from app.kernels.moe_routing import triton as triton_routing
 from app.kernels.moe_routing.pairs import SortedPairs
-from tests.kernels.cases import normal
+from tests.kernels.cases import normal, spaced_logits
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 from tests.kernels.torch_forms import moe_lora as torch_lora
 from tests.kernels.torch_forms import moe_routing as torch_routing
@@ -218,7 +218,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(form: Form) -> None:
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
 def test_routing_equals_its_definition(form: Form, groups: tuple[int, int], normalised: bool) -> None:
-    logits, top_k = normal(rng(), 23, 9), 3
+    logits, top_k = spaced_logits(rng(), 23, 9), 3
     experts = torch.empty(23, top_k, dtype=torch.int32, device=DEVICE)
     topk_weights = torch.empty(23, top_k, device=DEVICE)
     settings: dict[str, Any] = {"num_groups": groups[0], "top_groups": groups[1], "scale": 1.5}

@@ -12,7 +12,7 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
-from app.engine.cpu.adapter_layout import PreparedRows
+from app.engine.cpu.adapter_layout import AdapterLayoutCache
 from app.engine.models.hf.config import spec_from_config
 from app.engine.pools.adapter_pool import rows_of
 from app.simulation.costs import Costs, read_costs
@@ -62,7 +62,7 @@ def test_a_simulated_adapter_takes_as_large_a_part_of_the_rows_as_a_real_one() -
     spec = spec_from_config(MODELS["SmolLM2-135M"], "SmolLM2-135M", "")
     for rank in RANKS:
         case = Case("SmolLM2-135M", "every linear module", (), rank=rank)
-        num_needed = PreparedRows(spec).of(adapter_of(case, spec, ml_dtypes.bfloat16)).num_rows
+        num_needed = AdapterLayoutCache(spec).of(adapter_of(case, spec, ml_dtypes.bfloat16)).num_rows
         real, simulated = rows_of(num_needed, 1), rows_of(rank, SIZE.rank_alignment)
         assert real / CONFIG.lora_pool_rows == simulated / SIZE.lora_pool_rows
 

@@ -8,8 +8,10 @@ retried until the batch expires.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from itertools import accumulate
@@ -53,8 +55,8 @@ MAX_BATCHES = 8
 POLL_S, WRITE_S = 10.0, 2.0
 #: Backoff after a transient error.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: Attempts for a request whose adapter cannot be read.
-MAX_TRIES = 6
+#: Attempts for a request whose adapter cannot be read, and for one that generates tokens until its time is over.
+MAX_TRIES, MAX_TIMEOUTS = 6, 2
 ADAPTER_ERRORS = (AdapterQuarantined, AdapterUnreadable, AdapterReadFailed)
 #: Answers per call to the database, and their bytes unless one alone has more.
 _LINES_AT_ONCE, _BYTES_AT_ONCE = 256, 8 << 20
@@ -88,6 +90,7 @@ class BatchRunner:
         self._config = config
         self.caller_of = caller_of
         self._tasks = Tasks()
+        self._in_work = set[str]()
         self._wake_event = asyncio.Event()
 
     def wake(self) -> None:
@@ -99,7 +102,8 @@ class BatchRunner:
         while True:
             self._wake_event.clear()
             while len(self._tasks) < MAX_BATCHES and (batch := await self.storage.claim(self.holder)) is not None:
-                self._tasks.start(self._work(batch)).add_done_callback(lambda _: self.wake())  # there is room again
+                if batch.id not in self._in_work:  # it is, if it could not renew its lease in time
+                    self._tasks.start(self._work(batch)).add_done_callback(lambda _: self.wake())  # there is room again
             await wait_for_event(self._wake_event, POLL_S)
 
     async def close(self) -> None:
@@ -111,12 +115,15 @@ class BatchRunner:
             logger.info("batches stay leased until their leases expire: %s", error)
 
     async def _work(self, batch: Batch) -> None:
+        self._in_work.add(batch.id)
         try:
             await self._run(batch)
         except LeaseLost as error:
             logger.info("%s", error)
         except NotReady as error:  # another ingress claims it when the lease expires
             logger.warning("batch %s is suspended until its lease expires: %s", batch.id, error)
+        finally:
+            self._in_work.discard(batch.id)
 
     async def _run(self, batch: Batch) -> None:
         caller = self.caller_of(batch)
@@ -124,9 +131,7 @@ class BatchRunner:
             await self._refuse(batch, [FileError(*caller)])
             return
         try:
-            check = FileCheck(batch.endpoint, self._config.storage.max_batch_lines, self.max_line_bytes)
-            async for lines in self.file_lines(batch):
-                await asyncio.to_thread(check.add, lines)
+            check = await self._check(batch)
             if errors := check.errors():
                 await self._refuse(batch, errors)
                 return
@@ -139,6 +144,18 @@ class BatchRunner:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
         except StorageQuotaExceeded as error:  # what was written before stays, as the batch's output
             await self._refuse(batch, [FileError("storage_quota_reached", str(error))])
+
+    async def _check(self, batch: Batch) -> FileCheck:
+        """Validate the batch's file, which may take longer than a lease. Raises LeaseLost, NotFound, TooManyLines."""
+        check = FileCheck(batch.endpoint, self._config.storage.max_batch_lines, self.max_line_bytes)
+        renew_s = time.monotonic() + self.write_s
+        async for lines in self.file_lines(batch):
+            await asyncio.to_thread(check.add, lines)
+            if time.monotonic() >= renew_s:
+                with contextlib.suppress(NotReady):
+                    await self.storage.answer(batch.id, self.holder, [], self.max_tenant_bytes)
+                renew_s = time.monotonic() + self.write_s
+        return check
 
     async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedBatchLine]]:
         """The lines of a batch's file, part by part, without empty ones. Raises NotFound, TooManyLines."""
@@ -224,7 +241,7 @@ class _BatchRun:
 
     async def _answer(self, line: BatchLine) -> LineResult:
         request_id = f"{self._batch.id}-{line.number}"
-        pauses_s, num_tries = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
+        pauses_s, num_unread, num_timeouts = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0, 0
         while True:
             try:
                 async with self._runner.slots:
@@ -234,8 +251,9 @@ class _BatchRun:
                     body = await self._runner.answer(self._batch.endpoint, line.body, caller, request_id)
                 return await in_worker_if_long(len(body), partial(result_line, line, request_id, body))
             except Exception as error:  # any error becomes this line's answer, unless it is transient
-                num_tries += 1
-                if not is_transient(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
+                num_unread += isinstance(error, ADAPTER_ERRORS)
+                num_timeouts += isinstance(error, DeadlineExceeded) and error.num_tokens > 0  # which were charged
+                if not is_transient(error) or num_unread >= MAX_TRIES or num_timeouts >= MAX_TIMEOUTS:
                     return error_line(line, request_id, error)
                 retry_after_s = getattr(error, "retry_after_s", None) or 0.0
                 await asyncio.sleep(min(max(next(pauses_s), retry_after_s), LONGEST_PAUSE_S))

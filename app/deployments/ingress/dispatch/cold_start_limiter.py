@@ -38,9 +38,6 @@ class PendingLimiter(Generic[K]):
         self._groups: dict[Hashable, FairLimiter[K]] = {}
         self._group_of: dict[K, Hashable] = {}
 
-    def __len__(self) -> int:
-        return len(self._total)
-
     def add(self, key: K, group: Hashable, tenant_id: str, limits: LimitsConfig) -> list[tuple[K, QueueFull]]:
         """Count a request as waiting; returns those that gave way, each with its error. Raises QueueFull."""
         self._group_of[key] = group
@@ -77,10 +74,6 @@ class ColdStartLimiter:
         self.limits = limits
         self._pending = PendingLimiter[Stream]()
         self._timers: dict[Stream, asyncio.TimerHandle] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._pending)
 
     def enter(self, stream: Stream) -> None:
         """Count a new request as waiting if its adapter is on no device. Raises QueueFull above the limits."""

@@ -12,15 +12,18 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
 from app.deployments.ingress.dispatch.stream import Stream
-from app.engine.errors import PolyloraError, QueueFull
-from app.engine.request import GenerateRequest, RequestUsage, TokenChunk
+from app.engine.errors import EngineFailure, PolyloraError, QueueFull
+from app.engine.request import GenerateRequest, RequestUsage, TokenChunk, Usage
 
+#: Texts of one caller that are embedded at a time; the rest wait in the caller, not in an engine's queue.
+MAX_OPEN_EMBEDDINGS = 64
 #: Refusals that are remembered at a time.
 MAX_REFUSALS = 4096
 #: The longest time for which a refused request is not to be repeated.
@@ -130,7 +133,8 @@ class Dispatcher:
         self.cold.enter(stream)
         timer = None
         if deadline_s < math.inf:
-            timer = asyncio.get_running_loop().call_at(deadline_s, stream.inbox.put, stream.deadline_error())
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(deadline_s, lambda: stream.inbox.put(stream.deadline_error()))
         try:
             await self._attempt(stream)
             on_assigned()
@@ -154,6 +158,21 @@ class Dispatcher:
             if (unbilled := stream.unbilled_usage()) is not None and self._count is not None:
                 self._count(replace(request, num_charged=stream.num_charged), unbilled)
             self.connections.end(stream)
+
+    async def embedding(
+        self, request: GenerateRequest, deadline_s: float, on_usage: Callable[[Usage], object] = lambda _: None
+    ) -> bytes:
+        """The vector of a request with `pooling`, as little-endian float32. Raises what `stream` raises, and the
+        request's error."""
+        async with aclosing(self.stream(request, deadline_s)) as chunks:
+            async for chunk in chunks:
+                if chunk.error is not None:
+                    raise chunk.error
+                if chunk.usage is not None:
+                    on_usage(chunk.usage)
+                if chunk.embedding:
+                    return chunk.embedding
+        raise EngineFailure(f"the engine ended request {request.request_id} without its embedding")
 
     async def close(self) -> None:
         """Stop reading; open streams are left to their callers."""

@@ -65,11 +65,12 @@ class AttemptLost:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFull:
-    """Inbox item: the replica has no room for the request and has computed nothing of it."""
+    """Inbox item: the replica has no room for the request. `is_billed`: it records the usage of all attempts so far."""
 
     attempt: int
     replica_id: str
     error: ServerOverloaded
+    is_billed: bool = False
 
 
 class SingleReaderQueue(Generic[T]):
@@ -166,11 +167,13 @@ class Stream:
             return False
         if isinstance(item, ReplicaFull):
             self.refusals[item.replica_id] = item.error
-            return True
-        self.num_losses += item.loss.is_replica_death
-        self.num_failures += item.loss is Loss.ENGINE_FAILED
-        self.refusals.clear()
-        if item.loss.is_billed and len(self.received) > self.num_before:
+            is_billed = item.is_billed
+        else:
+            self.num_losses += item.loss.is_replica_death
+            self.num_failures += item.loss is Loss.ENGINE_FAILED
+            self.refusals.clear()
+            is_billed = item.loss.is_billed and len(self.received) > self.num_before
+        if is_billed:
             self.num_charged = len(self.request.resume_token_ids) + len(self.received)
         self.num_before = len(self.received)
         return True
@@ -183,7 +186,7 @@ class Stream:
         for item in self.inbox.take_all():
             if isinstance(item, TokenChunk):
                 self.on_chunk(item)
-            elif isinstance(item, AttemptLost):
+            elif isinstance(item, AttemptLost | ReplicaFull):
                 self.on_loss(item)
         num_tokens = len(self.request.resume_token_ids) + len(self.received) - (self.num_charged or 0)
         if self.connection is not None or self.num_before < len(self.received) or not num_tokens:
@@ -192,7 +195,8 @@ class Stream:
 
     def deadline_error(self) -> DeadlineExceeded:
         request_id = self.request.request_id
-        return DeadlineExceeded(f"request {request_id} took longer than limits.request_timeout_s; it was aborted")
+        message = f"request {request_id} took longer than limits.request_timeout_s; it was aborted"
+        return DeadlineExceeded(message, len(self.received))
 
     def leave_connection(self) -> None:
         """Detach from the current attempt's connection."""
@@ -262,7 +266,9 @@ class ReplicaConnection:
             stream.inbox.put(chunk)
             return
         if isinstance(chunk.error, QueueFull | AdapterPoolFull):
-            stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error))
+            usage = chunk.request_usage
+            is_billed = usage is not None and (usage.prompt_tokens > 0 or usage.completion_tokens > 0)
+            stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error, is_billed))
         else:
             stream.inbox.put(chunk)
         stream.leave_connection()

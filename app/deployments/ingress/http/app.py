@@ -85,7 +85,11 @@ def make_app(
     app.add_middleware(HeadAsGet)
     if policy.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=policy.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=policy.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],  # browsers hide Retry-After, X-Request-ID, x-ratelimit-* and X-Polylora-* otherwise
         )
     app.add_middleware(OriginCheckMiddleware, policy=policy)
     if service.tracer is not None:

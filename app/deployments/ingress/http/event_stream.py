@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -11,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply, error_reply
 from app.deployments.ingress.http.middleware.request_log import SEND_BODY
 from app.deployments.ingress.serializers.completion_events import sse
+
+T = TypeVar("T")
 
 #: nginx passes a response with the second on at once, whatever its `proxy_buffering`.
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -47,7 +51,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_body = scope.get("state", {}).get(SEND_BODY)
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientGone):
+                await run_until_disconnect(receive, self.stream_response(send))
         finally:
             if self._failure is not None:
                 scope.setdefault("state", {})["failure"] = self._failure
@@ -86,3 +91,27 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             await asyncio.wait((self._first,), timeout=KEEP_ALIVE_S)
         return self._first.result()
+
+
+async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`. If the client disconnects first, cancels it and raises ClientGone.
+
+    Starlette's own task group (anyio) takes 100 us more.
+    """
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client disconnected before the answer")
+        return task.result()
+    finally:
+        for unfinished in (task, leaving):
+            if not unfinished.done():
+                unfinished.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.error_responses import TABLE, ClientGone
-from app.deployments.ingress.http.event_stream import EventStream
+from app.deployments.ingress.http.event_stream import EventStream, run_until_disconnect
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
@@ -58,29 +59,13 @@ def observe_if_cancelled(service: IngressService, route: str, task: GenerationTa
         raise
 
 
-async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects first, cancels it and raises ClientGone."""
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client disconnected before the answer")
-        return task.result()
-    finally:
-        for unfinished in (task, leaving):
-            if not unfinished.done():
-                unfinished.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
-
-
 async def run_task(
     request: Request, service: IngressService, task: GenerationTask, route: str, work: Awaitable[T]
 ) -> T:
     """The result of a task's work, counted as a success; if the client disconnects first, counted as 499. What `work`
     raises is counted by the error handlers."""
     with observe_if_cancelled(service, route, task):
-        result = await run_until_disconnect(request, work)
+        result = await run_until_disconnect(request.receive, work)
     service.observe(route, 200, task)
     return result
 
@@ -95,7 +80,7 @@ async def first_event(
     """
     first = asyncio.ensure_future(anext(events))
     try:
-        await run_until_disconnect(request, _wait_until_admitted(first, assigned))
+        await run_until_disconnect(request.receive, _wait_until_admitted(first, assigned))
         if first.done():
             first.result()
     except BaseException:
@@ -107,33 +92,35 @@ async def first_event(
 
 
 async def _wait_until_admitted(first: asyncio.Future[bytes], assigned: asyncio.Event) -> None:
-    waiting = asyncio.ensure_future(assigned.wait())
-    try:
-        await asyncio.wait((first, waiting), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait((first,), timeout=REFUSAL_S)
-    finally:
-        waiting.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    first.add_done_callback(lambda _: assigned.set())  # it may fail before
+    await assigned.wait()
+    await asyncio.wait((first,), timeout=REFUSAL_S)
 
 
 async def start_task(request: Request, service: IngressService, chat: ChatCompletionRequest) -> GenerationTask:
     """Start a chat. Raises what `RequestPreprocessor.chat` does, with the field names of this route's clients."""
-    with responses_field_names() if request.url.path.endswith("/responses") else nullcontext():
+    is_responses = request.url.path.endswith("/responses")
+    with responses_field_names() if is_responses else nullcontext():
         task = await service.preprocessor.chat(chat, inference_principal(request), request_id_of(request))
+    if is_responses:
+        task = replace(task, unenforced=tuple(_responses_field(field) for field in task.unenforced))
     request.state.task, request.state.model = task, chat.model[:160]
     return task
 
 
-#: Chat completion fields by their names in /v1/responses.
-_RESPONSES_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
-}
+#: Patterns of a chat completion's fields, and their names in /v1/responses.
+_RESPONSES_FIELDS = (
+    (re.compile(r"^messages$"), "input"),
+    (re.compile(r"^max_tokens$"), "max_output_tokens"),
+    (re.compile(r"^response_format\.json_schema\.schema\b"), "text.format.schema"),
+    (re.compile(r"^(tools\.\d+)\.function\."), r"\1."),
+)
+
+
+def _responses_field(field: str) -> str:
+    for pattern, name in _RESPONSES_FIELDS:
+        field = pattern.sub(name, field)
+    return field
 
 
 @contextmanager
@@ -143,7 +130,7 @@ def responses_field_names() -> Iterator[None]:
         yield
     except InvalidRequest as error:
         if error.param is not None:
-            error.param = _RESPONSES_NAMES.get(error.param, error.param)
+            error.param = _responses_field(error.param)
         raise
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from app.deployments.ingress.schemas.openai import SamplingFields
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
 
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
 
@@ -34,7 +34,7 @@ class AdapterDefaults(NamedTuple):
 @lru_cache(256)
 def adapter_defaults(text: str, registered: str) -> AdapterDefaults:
     """text: see `AdapterCard.text`. registered: the name's own defaults as JSON, or "" (`CatalogEntry.defaults`)."""
-    own = parsed_text(text)
+    own = cached_adapter_tokenizer(text)
     values = own.sampling | (json.loads(registered) if registered else {})
     max_tokens, system_prompt = values.pop("max_tokens", None), values.pop("system_prompt", None)
     return AdapterDefaults(values, max_tokens, system_prompt, own.eos_token_ids)

@@ -55,7 +55,7 @@ from app.deployments.ingress.serializers.openai import in_token_ids
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.registry.models import AUTO
 from app.deployments.tenancy.quota.rate_limiter import Reservation
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.scheduling.fair_limiter import FairSemaphore
@@ -217,7 +217,7 @@ class RequestPreprocessor:
                 caller.tenant_id,
             )
 
-        if parsed_text(text).changes_prompts:
+        if cached_adapter_tokenizer(text).changes_prompts:
             async with self._rendering.hold(caller.tenant_id):
                 return await _run_to_end(asyncio.get_running_loop().run_in_executor(self._render_threads, encode))
         return await in_worker_if_long(num_chars_until(body, MAX_INLINE_CHARS + 1), encode)

@@ -18,7 +18,7 @@ from app.config import AppConfig
 from app.deployments.ingress.preprocess.structured_output import RequestedGrammar
 from app.deployments.ingress.serializers.detokenizer import Decoder
 from app.engine.adapters.adapter_chat import encode_chat, tool_template
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.chat_template_sandbox import ChatTemplateSandbox
 from app.engine.models.chat.tool_call_formats import ToolCallFormat, fixed_texts, tool_format
@@ -79,9 +79,9 @@ class TokenizerService:
             found = self._own.get(key)
             if found is None:
                 found = copy.copy(self)
-                found._tokenizer = self._tokenizer.with_tokens(parsed_text(text).added_tokens)
+                found._tokenizer = self._tokenizer.with_tokens(cached_adapter_tokenizer(text).added_tokens)
                 found.grammar_tokens = key
-                found.vocab_size = parsed_text(text).vocab_size or self.vocab_size
+                found.vocab_size = cached_adapter_tokenizer(text).vocab_size or self.vocab_size
                 found._lock, found._vocabulary, found._checked, found._enforceable = threading.Lock(), None, {}, {}
                 _remember(self._own, key, found, _NUM_OWN)
         return found
@@ -119,7 +119,7 @@ class TokenizerService:
         return encode_chat(
             self._tokenizer,
             messages,
-            parsed_text(text),
+            cached_adapter_tokenizer(text),
             self._templates,
             tools,
             extra,
@@ -132,7 +132,7 @@ class TokenizerService:
 
     def tool_format(self, text: str = "") -> ToolCallFormat:
         """The format of tool calls, recognized by the model's template or the adapter's own. Raises InvalidRequest."""
-        return tool_format(tool_template(self._tokenizer, parsed_text(text)))
+        return tool_format(tool_template(self._tokenizer, cached_adapter_tokenizer(text)))
 
     def specials(self, form: ToolCallFormat) -> Mapping[str, int]:
         """The special tokens among a call format's fixed texts, with their ids."""
@@ -224,7 +224,7 @@ class TokenizerService:
 @lru_cache(_NUM_CHECKED)
 def _grammar_tokens(text: str) -> str:
     """See `SamplingParams.grammar_tokens`. text: see `AdapterCard.text`."""
-    return parsed_text(text).vocabulary.to_json()
+    return cached_adapter_tokenizer(text).vocabulary.to_json()
 
 
 def _remember(cache: dict[str, T], key: str, value: T, most: int) -> None:

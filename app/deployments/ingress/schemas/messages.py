@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from app.deployments.ingress.schemas import ignored_fields
 from app.deployments.ingress.schemas.openai import (
@@ -53,6 +53,8 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
+    """`is_error` is reported as ignored: chat templates have no place for it, and the content says what failed."""
+
     location = "messages.content"
     ignored = ignored_fields.TOOL_RESULT
 
@@ -60,6 +62,12 @@ class ToolResultBlock(Body):
     tool_use_id: str = Field(max_length=256)
     content: str | Items[TextBlock] = ""
     is_error: bool = False
+
+    @model_validator(mode="after")
+    def _report(self, info: ValidationInfo) -> Self:
+        if self.is_error and isinstance(info.context, set):
+            info.context.add(f"{self.location}.is_error")
+        return self
 
 
 if TYPE_CHECKING:

@@ -227,15 +227,17 @@ if TYPE_CHECKING:
 else:
     ContentPart = union_by_type(TextPart, RefusalPart)
 
-#: OpenAI's rule for function names.
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+#: A function's name, as long as Anthropic and OpenAI's Responses API allow.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+#: The same, or `namespace.name` of a function in a namespace of the Responses API.
+FullFunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,257}$")]
 
 
 class FunctionCall(Body):
     location = "messages.tool_calls.function"
     ignored = ignored_fields.FUNCTION_CALL
 
-    name: FunctionName
+    name: FullFunctionName
     arguments: str
 
 
@@ -254,7 +256,7 @@ class Function(Body):
     location = "tools.function"
     ignored = ignored_fields.TOOL
 
-    name: FunctionName
+    name: FullFunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
@@ -269,7 +271,7 @@ class ToolBody(Body):
 
 
 class NamedFunction(Body):
-    name: FunctionName
+    name: FullFunctionName
 
 
 class NamedTool(Body):

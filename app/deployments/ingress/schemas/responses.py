@@ -15,6 +15,7 @@ from app.deployments.ingress.schemas.openai import (
     MAX_TOOLS,
     ChatCompletionRequest,
     Count,
+    FullFunctionName,
     FunctionName,
     RefusalPart,
     WeightedAdapters,
@@ -102,7 +103,7 @@ class ResponsesTool(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool = True
+    strict: bool | None = None
 
 
 class NamespaceTool(Body):
@@ -140,7 +141,7 @@ class ChosenTool(Body):
     location = "tool_choice"
 
     type: Literal["function"]
-    name: FunctionName
+    name: FullFunctionName
 
 
 class TextFormat(Body):
@@ -150,7 +151,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool = True
+    strict: bool | None = None
 
 
 class TextField(Body):
@@ -308,7 +309,10 @@ class OutputFunctionCall(ResponseModel):
 
 
 class InputTokensDetails(ResponseModel):
+    """`cache_write_tokens` is 0: writing to the prefix cache costs nothing."""
+
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(ResponseModel):

@@ -10,17 +10,15 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.deployments.ingress.dispatch.dispatcher import Dispatcher
+from app.deployments.ingress.dispatch.dispatcher import MAX_OPEN_EMBEDDINGS, Dispatcher
 from app.deployments.ingress.preprocess.tokenizer_service import TokenizerService
 from app.deployments.ingress.principal import Principal
 from app.deployments.registry.models import DEFAULT_TENANT
-from app.engine.errors import EngineFailure
 from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ Floats = NDArray[np.float32]
 MAX_CHARS = 2000
 #: Tokens per text for an encoder in this process, which computes a text in one step.
 MAX_TOKENS = 512
-#: Concurrent requests to the engines.
-MAX_OPEN = 64
 #: Sentences on unrelated topics.
 NEUTRAL = (
     "Good morning, how are you today?",
@@ -85,7 +81,7 @@ class BaseEmbedder:
         return unit
 
     async def _vectors(self, token_ids: Sequence[Sequence[int]], caller: Principal | None) -> Floats:
-        slots = asyncio.Semaphore(MAX_OPEN)
+        slots = asyncio.Semaphore(MAX_OPEN_EMBEDDINGS)
         vectors = await asyncio.gather(*(self._vector(of_text, caller, slots) for of_text in token_ids))
         return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
 
@@ -103,13 +99,8 @@ class BaseEmbedder:
             key_id="" if caller is None else caller.key_id,
         )
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
-        async with slots, aclosing(self._dispatcher.stream(request, deadline_s)) as chunks:
-            async for chunk in chunks:
-                if chunk.error is not None:
-                    raise chunk.error
-                if chunk.embedding:
-                    return chunk.embedding
-        raise EngineFailure(f"the engine ended request {request.request_id} without its embedding")
+        async with slots:
+            return await self._dispatcher.embedding(request, deadline_s)
 
 
 class EncoderEmbedder:

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.deployments.ingress.serializers.loras import whole_seconds
-from app.deployments.tenancy.models import ApiKey, IssuedKey, RateLimit, ServiceAccount, Tenant, TenantChange
+from app.deployments.tenancy.models import UNLIMITED, ApiKey, IssuedKey, RateLimit, ServiceAccount, Tenant, TenantChange
 from app.deployments.tenancy.quota.limits import LimitKey
-
-#: Stands for "unlimited", which OpenAI's objects cannot express.
-NO_LIMIT = 2**31 - 1
 
 
 def project_body(tenant: Tenant) -> dict[str, Any]:
@@ -98,7 +95,7 @@ def rate_limit_body(model: str, rate: RateLimit) -> dict[str, Any]:
         "object": "project.rate_limit",
         "id": f"rl-{model}",
         "model": model,
-        **{name: NO_LIMIT if limit is None else limit for name, limit in limits.items()},
+        **{name: UNLIMITED if limit is None else limit for name, limit in limits.items()},
     }
 
 

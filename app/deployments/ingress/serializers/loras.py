@@ -23,7 +23,7 @@ from app.deployments.registry.models import (
     Event,
     RegistryJob,
 )
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
 from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.combining.combination import display_source, is_combination, parse_combination
 from app.model_names import base_warning
@@ -48,7 +48,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "traffic_weight": entry.traffic_weight,
         "description": entry.description,
         "defaults": json.loads(entry.defaults) if entry.defaults else {},
-        "generation_config": dict(parsed_text(entry.text).generation),
+        "generation_config": dict(cached_adapter_tokenizer(entry.text).generation),
         "metadata": json.loads(entry.metadata) if entry.metadata else {},
         "alora_invocation_tokens": [*entry.invocation_tokens] or None,
     }

@@ -120,12 +120,10 @@ def _stop_reason(end: BlocksDone, has_calls: bool) -> str:
 
 def _usage(usage: Usage | None) -> dict[str, int]:
     """Anthropic's `input_tokens` does not include cached tokens."""
-    prompt, cached, completion = (0, 0, 0) if usage is None else (
-        usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-    )  # fmt: skip
+    usage = usage or Usage(0, 0, 0)
     return {
-        "input_tokens": prompt - cached,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": completion,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
     }

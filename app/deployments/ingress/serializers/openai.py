@@ -84,6 +84,7 @@ class ChatSerializer:
     prompts: Sequence[Sequence[int]] = ()  # each answer's
     num_prompt_logprobs: int | None = None  # most likely tokens in `prompt_logprobs`; None: without that field
     num_echo_logprobs: int | None = None  # None: an answer's log-probabilities do not begin with the prompt's
+    sequence_ids: Sequence[str] = ()  # each answer's; unique, which `request_id` is not if clients choose it
 
     @property
     def is_plain(self) -> bool:
@@ -132,7 +133,7 @@ class ChatSerializer:
 
     def reader(self, index: int) -> ToolCallReader | None:
         """A parser for the tool calls of a choice, or None."""
-        return None if self.tools is None else self.tools.reader(f"{self.request_id}/{index}")
+        return None if self.tools is None else self.tools.reader(self.sequence_ids[index])
 
     def tool_events(
         self, index: int, delta: TextDelta, offsets: TokenOffsets, reader: ToolCallReader
@@ -304,6 +305,7 @@ def chat_serializer(body: ChatCompletionRequest | CompletionRequest, task: Gener
         prompts=[request.token_ids for request in task.requests],
         num_prompt_logprobs=body.prompt_logprobs,
         num_echo_logprobs=body.logprobs if isinstance(body, CompletionRequest) and body.echo else None,
+        sequence_ids=[request.request_id for request in task.requests],
         ids=TokenIdOutput(task, not isinstance(body, CompletionRequest) or body.detokenize) if task.keeps_end else None,
     )
 

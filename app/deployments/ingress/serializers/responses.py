@@ -13,8 +13,8 @@ from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent
 from app.deployments.ingress.serializers.messages import named_event
 from app.engine.request import Usage
 
-#: Stores a finished response; awaited before the client gets the last event.
-StoreResponse: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
+#: Stores a finished response and returns whether it is stored; awaited before the client gets the last event.
+StoreResponse: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[bool]]
 
 
 def response_body(
@@ -73,7 +73,7 @@ async def response_events(
             if isinstance(change, BlocksDone):
                 ended = response_body(task, body, blocks, change, stored_id)
                 if store is not None:
-                    await store(ended)
+                    ended["store"] = await store(ended)
                 yield prefix + _event(numbers, f"response.{ended['status']}", response=ended)
             else:
                 if change.what == "open":
@@ -120,8 +120,10 @@ def _item(task: GenerationTask, body: ResponsesRequest, block: Block, status: st
 
 
 def _id(task: GenerationTask, block: Block) -> str:
+    """An item's id: unique, which the request's id is not if clients choose it."""
     prefix = "msg" if block.kind == "text" else "fc"
-    return f"{answer_id(task, prefix)}_{block.index}"
+    unique = task.requests[0].request_id.removeprefix("chatcmpl-").removesuffix("-0")
+    return f"{prefix}_{unique}_{block.index}"
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -129,13 +131,11 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:
-    prompt, cached, completion = (0, 0, 0) if usage is None else (
-        usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-    )  # fmt: skip
+    usage = usage or Usage(0, 0, 0)
     return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": completion,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + completion,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, func, or_, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, select
 
 from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.registry.db.tables import adapters
@@ -102,15 +102,18 @@ def changed_adapters(connection: Connection, base_digest: str, after: int) -> li
     ]
 
 
-def names_of_digests(connection: Connection, base_digest: str, digests: Collection[str]) -> Sequence[RowMapping]:
-    """The names with these contents, and of unloaded ones the last `MAX_UNLOADED_NAMES` of each digest (`is_live`)."""
-    is_live = adapters.c.state.in_(LIVE_STATES)
-    place = func.row_number().over(partition_by=(adapters.c.digest, is_live), order_by=adapters.c.revision.desc())
-    columns = (adapters.c.name, adapters.c.tenant_id, adapters.c.generation, adapters.c.digest)
-    ranked = (
-        select(*columns, is_live.label("is_live"), place.label("place"))
-        .where(adapters.c.base_digest == base_digest, adapters.c.digest.in_(digests))
-        .subquery()
-    )
-    query = select(ranked).where(or_(ranked.c.is_live, ranked.c.place <= MAX_UNLOADED_NAMES))
-    return connection.execute(query).mappings().all()
+def names_of_digests(
+    connection: Connection, base_digest: str, digests: Collection[str], leaving: Collection[str]
+) -> Sequence[RowMapping]:
+    """The names with these contents (`is_live`: in service), and of those that are `leaving` the last
+    `MAX_UNLOADED_NAMES` that are no longer registered."""
+    is_live = adapters.c.state.in_(LIVE_STATES).label("is_live")
+    query = select(adapters.c.name, adapters.c.tenant_id, adapters.c.generation, adapters.c.digest, is_live)
+    query = query.where(adapters.c.base_digest == base_digest)
+    present = query.where(adapters.c.digest.in_(digests), adapters.c.state.in_((*LIVE_STATES, State.DRAINING)))
+    rows = list(connection.execute(present).mappings())
+    for digest in leaving:
+        removed = query.where(adapters.c.digest == digest, adapters.c.state == State.REMOVED)
+        last = removed.order_by(adapters.c.revision.desc()).limit(MAX_UNLOADED_NAMES)
+        rows += connection.execute(last).mappings()
+    return rows

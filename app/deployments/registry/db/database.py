@@ -70,6 +70,7 @@ class Database:
         parsed = _parse_url(url)
         self.address = parsed.render_as_string(hide_password=True)
         self._num_open, self._idle = 0, threading.Condition()
+        self._writing = threading.Lock()
         self._is_sqlite = parsed.get_backend_name() == "sqlite"
         options: dict[str, Any]
         if self._is_sqlite:
@@ -151,7 +152,10 @@ class Database:
         self._engine.dispose()
 
     def _create_schema(self) -> None:
-        """Create the tables in an empty database. Raises ConfigError for a schema of another version."""
+        """Create the tables in an empty database, and indices that the release that made it did not have.
+
+        Raises ConfigError for a schema of another version.
+        """
         with self._transaction(lock="schema") as connection:
             present = set(inspect(connection).get_table_names()) & metadata.tables.keys()
             found: int | None = None
@@ -168,6 +172,9 @@ class Database:
                     "version that made it, or give adapters.registry_url (or adapters.state_dir) an empty place and "
                     "load the adapters again"
                 )
+            else:
+                for index in (index for table in metadata.sorted_tables for index in table.indexes):
+                    index.create(connection, checkfirst=True)
 
     def _registry_id(self) -> str:
         """This registry's random id, drawn when it was new: it tells it from a different registry at the same place."""
@@ -183,7 +190,7 @@ class Database:
     def _transaction(self, *, lock: str | None) -> Iterator[Connection]:
         """`lock`: what writers take turns at; None: read only. SQLite has one lock for all."""
         try:
-            with self._count_open(), self._engine.connect() as connection:
+            with self._count_open(), self._turn_to_write(lock), self._engine.connect() as connection:
                 if self._is_sqlite:
                     connection.exec_driver_sql("BEGIN" if lock is None else "BEGIN IMMEDIATE")
                 elif lock is None:
@@ -205,6 +212,19 @@ class Database:
             if type(error) is DatabaseError:  # SQLite raises this for a damaged file
                 raise _CorruptDatabase(str(error.orig)) from error
             raise NotReady("the registry's database does not answer; try again", retry_after_s=5) from error
+
+    @contextmanager
+    def _turn_to_write(self, lock: str | None) -> Iterator[None]:
+        """Wait for this process's other threads, which SQLite would poll for with sleeps of up to 0.1 s."""
+        if lock is None or not self._is_sqlite:
+            yield
+            return
+        if not self._writing.acquire(timeout=LOCK_TIMEOUT_S):
+            raise NotReady("the registry's database is busy; try again", retry_after_s=5)
+        try:
+            yield
+        finally:
+            self._writing.release()
 
     @contextmanager
     def _count_open(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, or_, select, union
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, delete, func, or_, select, union
 
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, audit, events, jobs
@@ -77,41 +77,48 @@ def _trim(
     limits: Limits,
     *where: ColumnElement[bool],
 ) -> int:
-    query = _beyond(database, table, time_s, order, limits, where)
     with database.read() as connection:
-        ids = connection.scalars(query).all()
+        ids = _expired_ids(connection, database, table, time_s, order, limits, where)
     for start in range(0, len(ids), _DELETE_BATCH):
         with database.write() as connection:
             connection.execute(delete(table).where(table.c.id.in_(ids[start : start + _DELETE_BATCH])))
     return len(ids)
 
 
-def _beyond(
+def _expired_ids(
+    connection: Connection,
     database: Database,
     table: Table,
     time_s: ColumnElement[float],
     order: ColumnElement[int],
     limits: Limits,
     where: tuple[ColumnElement[bool], ...],
-) -> Select[Any]:
-    """Ids of rows that are too old, or too far from the newest of their name, of their tenant or of all."""
-    newest = order.desc()
-    of_name = func.row_number().over(partition_by=(table.c.tenant_id, table.c.name), order_by=newest)
-    of_tenant = func.row_number().over(partition_by=table.c.tenant_id, order_by=newest)
-    ranked = (
-        select(
-            table.c.id, table.c.tenant_id, time_s.label("at_s"), of_name.label("of_name"), of_tenant.label("of_tenant")
-        )
-        .where(table.c.base_digest == database.base_digest, *where)
-        .subquery()
-    )
+) -> list[int]:
+    """Ids of rows that are too old, or too far from the newest of their name, of their tenant or of all.
+
+    Counts, which indices answer, say first whether any name or tenant has too many.
+    """
+    rows = select(table.c.id).where(table.c.base_digest == database.base_digest, *where)
+    tenant_id, name, number = table.c.tenant_id, table.c.name, func.count()
+    ids = set(connection.scalars(rows.where(time_s < database.clock() - limits.age_s).limit(_MAX_ROWS)))
+    long = rows.with_only_columns(tenant_id, name).group_by(tenant_id, name).having(number > limits.per_name)
+    for of_tenant, of_name in connection.execute(long).all():
+        of_one = rows.where(tenant_id == of_tenant, name == of_name)
+        ids.update(connection.scalars(of_one.order_by(order.desc()).offset(limits.per_name).limit(_MAX_ROWS)))
+    of_tenants = connection.execute(rows.with_only_columns(tenant_id, number).group_by(tenant_id)).all()
+    counts: dict[str, int] = dict(of_tenants)
+    of_default = counts.pop(DEFAULT_TENANT, 0)
+    if max(of_default, sum(counts.values())) > limits.total or max(counts.values(), default=0) > limits.per_tenant:
+        ids.update(connection.scalars(_beyond_totals(rows, table, order, limits)))
+    return sorted(ids)[:_MAX_ROWS]
+
+
+def _beyond_totals(rows: Select[Any], table: Table, order: ColumnElement[int], limits: Limits) -> Select[Any]:
+    """Ids of those of `rows` that are too far from the newest of their tenant or of all."""
+    of_tenant = func.row_number().over(partition_by=table.c.tenant_id, order_by=order.desc())
+    ranked = rows.add_columns(table.c.tenant_id, of_tenant.label("of_tenant")).subquery()
     is_default = ranked.c.tenant_id == DEFAULT_TENANT
     of_all = func.row_number().over(partition_by=is_default, order_by=(ranked.c.of_tenant, ranked.c.id.desc()))
     places = select(ranked, is_default.label("is_default"), of_all.label("of_all")).subquery()
-    is_beyond = or_(
-        places.c.of_name > limits.per_name,
-        and_(~places.c.is_default, places.c.of_tenant > limits.per_tenant),
-        places.c.of_all > limits.total,
-        places.c.at_s < database.clock() - limits.age_s,
-    )
+    is_beyond = or_(and_(~places.c.is_default, places.c.of_tenant > limits.per_tenant), places.c.of_all > limits.total)
     return select(places.c.id).where(is_beyond).limit(_MAX_ROWS)

@@ -7,6 +7,8 @@ Every row belongs to one base model, so services of different bases can share a 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -17,9 +19,12 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    Select,
     String,
     Table,
     Text,
+    and_,
+    or_,
 )
 
 from app.model_names import split_version
@@ -75,8 +80,7 @@ stores = Table(
 
 #: One row per name that was ever registered: what it means now. `state` is REGISTERED, LOADED, DRAINING or REMOVED;
 #: `generation` is the highest the name ever had; `source` is as requested, `uri` its canonical form.
-#: `invocation_tokens` are ids separated by spaces, `metadata` and `defaults` are JSON
-#: objects or empty.
+#: `invocation_tokens` are ids separated by spaces, `metadata` and `defaults` are JSON objects or empty.
 adapters = Table(
     "adapters",
     metadata,
@@ -101,7 +105,7 @@ adapters = Table(
     Column("metadata", Text, nullable=False),
     Column("defaults", Text, nullable=False),
     Column("revision", BigInteger, nullable=False),
-    Index("adapters_by_digest", "base_digest", "digest"),
+    Index("adapters_by_contents", "base_digest", "digest", "state", "revision"),
     Index("adapters_by_revision", "base_digest", "revision"),
 )
 
@@ -236,3 +240,18 @@ def name_condition(table: Table, base_digest: str, tenant_id: str, name: str) ->
     if version.generation is not None:
         return (*place, table.c.generation == version.generation)
     return (*place, table.c.digest.startswith(version.digest_prefix))
+
+
+def rows_after(
+    query: Select[Any], table: Table, last: Mapping[Any, Any] | None, *, is_newest_first: bool = False
+) -> Select[Any]:
+    """The query's rows in order of creation; after the row `last`, if it is given."""
+    time_s, row_id = table.c.created_s, table.c.id
+    if last is not None:
+        later, beside = (
+            (time_s < last["created_s"], row_id < last["id"])
+            if is_newest_first
+            else (time_s > last["created_s"], row_id > last["id"])
+        )
+        query = query.where(or_(later, and_(time_s == last["created_s"], beside)))
+    return query.order_by(*(column.desc() if is_newest_first else column for column in (time_s, row_id)))

@@ -143,6 +143,7 @@ ledger = Table(
     Column("cost_nanos", BigInteger, nullable=False),
     Column("rank_row_ms", BigInteger, nullable=False),
     Column("kv_block_ms", BigInteger, nullable=False),
+    Index("ledger_by_project", "base_digest", "project_id", "minute"),
 )
 
 #: The number of each writer's last flush in the ledger; a writer sends them in order.

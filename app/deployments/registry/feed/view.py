@@ -10,6 +10,7 @@ import hashlib
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from functools import lru_cache
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
@@ -34,6 +35,8 @@ _MANY = 5_000
 #: were resolved before need their chat templates, tokens and defaults until they have reached an engine.
 MAX_REPLACED = 256
 _SCHEME = SCHEME.encode()
+#: `unpack_entry` for the adapters of requests, each of which needs its entry some ten times.
+_unpack_recent = lru_cache(256)(unpack_entry)
 
 
 class Page(NamedTuple):
@@ -189,11 +192,13 @@ class RegistryView:
     def entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
         """The entry of a reference. Once the name means other contents it is the last one that had these; None if that
         is long ago (`MAX_REPLACED`)."""
-        entry = self.adapter(ref.name, ref.tenant_id)
-        if entry is not None and entry.ref.digest == ref.digest:
-            return entry
-        replaced = self._replaced.get((ref.tenant_id, ref.name, ref.digest))
-        return None if replaced is None else unpack_entry(replaced, ref.tenant_id, ref.name)
+        stored = self._entries.get(ref.tenant_id, {}).get(ref.name)
+        for packed in (stored, self._replaced.get((ref.tenant_id, ref.name, ref.digest))):
+            if isinstance(packed, bytes):
+                entry = _unpack_recent(packed, ref.tenant_id, ref.name)
+                if entry.ref.digest == ref.digest:
+                    return entry
+        return None
 
     def page(
         self,

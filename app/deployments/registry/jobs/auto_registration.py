@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.failure_backoff import FailureBackoff
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff, failure_key
 from app.deployments.registry.jobs.load_jobs import Reader
 from app.deployments.registry.models import AUTO, LoadRequest, State
 from app.deployments.registry.registry import Registry
 from app.deployments.registry.service import RegistryService
 from app.deployments.rpc.background_tasks import SingleFlight, Tasks
-from app.engine.errors import AdapterQuarantined, NotFound, PolyloraError, ServerOverloaded, SourceError
+from app.engine.errors import NotFound, SourceError
 from app.model_names import is_name
 
 #: Size of the negative cache; beyond it the oldest name is forgotten.
@@ -83,7 +83,7 @@ class AutoRegistration:
         for a while after a failure.
         """
         key = (tenant_id, name)
-        is_free = is_name(name) and name != AUTO and name not in self._registry_service.reserved_names
+        is_free = is_name(name) and name != AUTO and name not in self._registry.aliases.base_names
         if not self._settings.resolvers or not is_free or self._is_absent(key):
             return False
         if key not in self._pending:
@@ -102,7 +102,7 @@ class AutoRegistration:
         return until_s is not None
 
     async def _resolve(self, key: Key, who: str) -> bool:
-        with recorded_outcome(self._failures, key):
+        with self._failures.recorded_outcome(failure_key(key)):
             is_served = await self._register(key, who)
         if not is_served:
             self._absent_until_s[key] = self._clock() + self._settings.negative_ttl_s
@@ -159,21 +159,3 @@ def _release(loop: asyncio.AbstractEventLoop, slots: asyncio.Semaphore, _: Futur
     """A resolver thread has ended, perhaps long after its caller gave up or the loop was closed."""
     with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(slots.release)
-
-
-def failure_key(key: Key) -> str:
-    return "/".join(key)
-
-
-@contextmanager
-def recorded_outcome(failures: FailureBackoff, key: Key) -> Iterator[None]:
-    """An attempt at a name, whose outcome is recorded: a failure of the adapter, or a success."""
-    try:
-        yield
-    except (ServerOverloaded, AdapterQuarantined):  # nothing is wrong with the adapter
-        raise
-    except Exception as error:
-        is_ours = isinstance(error, PolyloraError)
-        failures.record_failure(failure_key(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
-        raise
-    failures.clear(failure_key(key))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from app.engine.errors import AdapterQuarantined, AdapterUnreadable
+from app.deployments.registry.feed.view import Key
+from app.engine.errors import AdapterQuarantined, AdapterUnreadable, PolyloraError, ServerOverloaded
 
 FIRST_S = 5.0
 LONGEST_S = 600.0
@@ -66,6 +68,30 @@ class FailureBackoff:
 
     def clear(self, key: str) -> None:
         self._failures.pop(key, None)
+
+    @contextmanager
+    def recorded_outcome(self, key: str) -> Iterator[None]:
+        """An attempt at an adapter, whose outcome is recorded: a failure of the adapter, or a success."""
+        try:
+            yield
+        except (ServerOverloaded, AdapterQuarantined):  # nothing is wrong with the adapter
+            raise
+        except Exception as error:
+            self.record_failure(key, failure_reason(error))
+            raise
+        self.clear(key)
+
+
+def failure_key(name: Key) -> str:
+    """The key of a tenant's adapter name."""
+    return "/".join(name)
+
+
+def failure_reason(error: Exception) -> str:
+    """The message of an expected error; the class of any other."""
+    if isinstance(error, PolyloraError):
+        return str(error)
+    return f"internal error ({type(error).__name__})"
 
 
 def unreadable_error(name: str, error: Exception) -> AdapterUnreadable:

@@ -21,8 +21,7 @@ from app.deployments.registry.catalog import not_registered_error
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, aliases, audit, events
 from app.deployments.registry.feed.view import Key
-from app.deployments.registry.jobs.auto_registration import failure_key, recorded_outcome
-from app.deployments.registry.jobs.failure_backoff import FailureBackoff, unreadable_error
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff, failure_key, unreadable_error
 from app.deployments.registry.last_used import forget_use
 from app.deployments.registry.models import (
     LIVE_STATES,
@@ -126,7 +125,7 @@ class LazyRegistrations:
 
     async def _load(self, entry: CatalogEntry, who: str) -> tuple[RegistryJob, CatalogEntry]:
         request = LoadRequest(entry.tenant_id, entry.name, entry.source, who, description=entry.description or None)
-        with recorded_outcome(self._failures, (entry.tenant_id, entry.name)):
+        with self._failures.recorded_outcome(failure_key((entry.tenant_id, entry.name))):
             return await self._registry_service.load_and_wait(request)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from app.deployments.registry.feed.change_feed import ChangeFeed
 from app.deployments.registry.feed.view import Key
+from app.deployments.registry.jobs.failure_backoff import failure_reason
 from app.deployments.registry.jobs.job_table import EarlierLoadsPending, unloaded_error
 from app.deployments.registry.models import (
     MAX_METADATA_CHARS,
@@ -223,11 +224,9 @@ class LoadJobs:
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
-            is_ours = isinstance(error, PolyloraError)
-            if not is_ours:
+            if not isinstance(error, PolyloraError):
                 logger.exception("loading %s failed", job.name)
-            reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
-            await self._end(job_id, State.FAILED, reason=reason)
+            await self._end(job_id, State.FAILED, reason=failure_reason(error))
             if (refused := self._read_digests.pop(job_id, None)) is not None:
                 await self._release_host_copy(refused)
             raise

@@ -69,7 +69,7 @@ class StoreLeases:
         self._peers_lock = threading.Lock()
         self.id = uuid.uuid4().hex
         self._has_entered = False
-        self.replaces_another = False  # whether another store served this registry a moment ago; set by `enter`
+        self.replaces_another = False  # whether ingresses of another life or store may still run; set by `enter`
         self.settings: str | None = None  # the last settings of this actor's former life
 
     def enter(self) -> None:
@@ -82,6 +82,7 @@ class StoreLeases:
             for row in connection.execute(select(stores).where(self._ours())).mappings().all():
                 self.replaces_another |= row["beat_s"] > now_s - HANDOVER_S
                 if self._actor and row["actor"] == self._actor:
+                    self.replaces_another = True  # Ray needs over a minute to find that a silent node has died
                     self.settings = row["settings"]
                     connection.execute(delete(stores).where(self._ours(), stores.c.id == row["id"]))
             self._insert(connection, now_s, 0)

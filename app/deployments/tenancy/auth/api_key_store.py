@@ -12,14 +12,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, and_, or_, select, update
 
 from app.deployments.registry.db.database import Database
+from app.deployments.registry.db.tables import rows_after
 from app.deployments.registry.db.tenant_tables import api_keys, projects, service_accounts
-from app.deployments.tenancy.audited_transaction import (
-    AuditedTransaction,
-    audited_transaction,
-    checked_name,
-    new_id,
-    not_found_error,
-)
+from app.deployments.registry.models import not_found_error
+from app.deployments.tenancy.audited_transaction import AuditedTransaction, audited_transaction, checked_name, new_id
 from app.deployments.tenancy.auth.key_crypto import new_key
 from app.deployments.tenancy.models import ApiKey, IssuedKey, Role, ServiceAccount
 from app.engine.errors import InvalidRequest
@@ -187,20 +183,11 @@ class ApiKeyStore:
     ) -> Sequence[Mapping[Any, Any]]:
         """Up to `limit` rows in order of creation, after the one with the id `after`."""
         query = select(table).where(table.c.base_digest == self._base, *conditions)
-        order = (table.c.created_s, table.c.id)
-        if after is not None:
-            last = self._row(connection, table, after)
-            if last is None:
-                raise not_found_error("entry", after)
-            time_s, row_id = last["created_s"], last["id"]
-            later, equal = (
-                (table.c.created_s < time_s, table.c.id < row_id)
-                if is_newest_first
-                else (table.c.created_s > time_s, table.c.id > row_id)
-            )
-            query = query.where(or_(later, and_(table.c.created_s == time_s, equal)))
-        ordered = query.order_by(*(column.desc() if is_newest_first else column for column in order))
-        return connection.execute(ordered.limit(limit)).mappings().all()
+        last = None if after is None else self._row(connection, table, after)
+        if after is not None and last is None:
+            raise not_found_error("entry", after)
+        query = rows_after(query, table, last, is_newest_first=is_newest_first).limit(limit)
+        return connection.execute(query).mappings().all()
 
 
 def _issue(

@@ -16,23 +16,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, func, insert, or_, select
+from sqlalchemy import Connection, and_, delete, func, insert, select
 
 from app.deployments.registry.db.database import Database
-from app.deployments.registry.db.tables import adapters, registries
+from app.deployments.registry.db.tables import adapters, registries, rows_after
 from app.deployments.registry.db.tenant_tables import adapter_shares, projects, rate_limits
-from app.deployments.registry.models import LIVE_STATES
-from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id, not_found_error
+from app.deployments.registry.models import LIVE_STATES, not_found_error
+from app.deployments.tenancy.audited_transaction import audited_transaction, checked_name, new_id
 from app.deployments.tenancy.auth.key_crypto import SecretCipher, derived_salt
-from app.deployments.tenancy.models import NO_LIMITS, RateLimit, Tenant, TenantLimits
+from app.deployments.tenancy.models import NO_LIMITS, UNLIMITED, RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota.limits import AdapterQuotaError
 from app.engine.errors import InvalidRequest
 from app.model_names import check_model_id, check_name
 
 #: Weights outside this range are mistakes that would starve a tenant.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
-#: The highest limit that can be set. OpenAI's client cannot say "none", so this number means it.
-NO_LIMIT = 2**31 - 1
 MAX_MODEL_IDS = 10_000
 #: Projects whose limits are selected by id; for more, all limits are read.
 MAX_NAMED_ROWS = 1000
@@ -148,7 +146,7 @@ class ProjectStore:
             return self._tenant(change.connection, project_id)
 
     def limit_rates(self, project_id: str, model: str, changes: Mapping[str, int], *, actor: str) -> Tenant:
-        """Change a model's rate limits; `NO_LIMIT` and above means unlimited."""
+        """Change a model's rate limits; `UNLIMITED` and above become None."""
         check_model_id(model)
         for name, value in changes.items():
             _check_limit(name, value)
@@ -161,7 +159,7 @@ class ProjectStore:
             )
             old = change.connection.execute(select(rate_limits).where(place)).mappings().first()
             values = asdict(RateLimit() if old is None else _rate(old))
-            values |= {name: None if value >= NO_LIMIT else value for name, value in changes.items()}
+            values |= {name: None if value >= UNLIMITED else value for name, value in changes.items()}
             change.connection.execute(delete(rate_limits).where(place))
             if any(value is not None for value in values.values()):
                 change.insert(rate_limits, project_id=project_id, model=model, **values)
@@ -225,14 +223,8 @@ class ProjectStore:
         if not with_archived:
             query = query.where(projects.c.archived_s.is_(None))
         with self._database.read() as connection:
-            if after is not None:
-                key = and_(projects.c.base_digest == self._base, projects.c.id == after)
-                created_s = connection.scalar(select(projects.c.created_s).where(key))
-                if created_s is None:
-                    raise not_found_error("project", after)
-                later = and_(projects.c.created_s == created_s, projects.c.id > after)
-                query = query.where(or_(projects.c.created_s > created_s, later))
-            rows = connection.execute(query.order_by(projects.c.created_s, projects.c.id).limit(limit)).mappings().all()
+            last = None if after is None else self._row(connection, after)
+            rows = connection.execute(rows_after(query, projects, last).limit(limit)).mappings().all()
             return self._tenants(connection, rows)
 
     def newer(self, connection: Connection, revision: int) -> list[Tenant]:
@@ -242,11 +234,14 @@ class ProjectStore:
         return self._tenants(connection, rows, is_all=revision == 0 or len(rows) > MAX_NAMED_ROWS)
 
     def _tenant(self, connection: Connection, project_id: str) -> Tenant:
+        return self._tenants(connection, [self._row(connection, project_id)])[0]
+
+    def _row(self, connection: Connection, project_id: str) -> Mapping[Any, Any]:
         query = select(projects).where(projects.c.base_digest == self._base, projects.c.id == project_id)
-        rows = connection.execute(query).mappings().all()
-        if not rows:
+        row = connection.execute(query).mappings().first()
+        if row is None:
             raise not_found_error("project", project_id)
-        return self._tenants(connection, rows)[0]
+        return row
 
     def _tenants(
         self, connection: Connection, rows: Sequence[Mapping[Any, Any]], *, is_all: bool = False

@@ -73,6 +73,7 @@ class QuotaService:
         self._lessor = QuotaLessor(tenant, lambda tenant_id, month: self._spent[month][tenant_id])
         self._ledger = ledger
         self._spent: dict[str, dict[str, int]] = {}  # month -> tenant -> nanos when first read
+        self._reading = asyncio.Lock()
         self._reconciled_s = 0.0
 
     async def lease(self, holder: str, requests: Sequence[LeaseRequest], now_s: float) -> list[LeaseGrant]:
@@ -85,6 +86,12 @@ class QuotaService:
 
     def remaining_spend(self, tenant_id: str) -> int | None:
         return self._lessor.remaining_spend(tenant_id)
+
+    def forget_spend(self, tenant_id: str) -> None:
+        """Read a tenant's spend from the ledger again: without an enforced limit it was not counted."""
+        self._lessor.forget_spend(tenant_id)
+        for spent in self._spent.values():
+            spent.pop(tenant_id, None)
 
     async def reconcile(self, now_s: float) -> None:
         """Read from the ledger what expired ingresses had spent without reporting it; call this every few seconds.
@@ -103,10 +110,11 @@ class QuotaService:
         month = month_of(now_s)
         if month not in self._spent:  # keep the last month: calls of it may still be running
             self._spent = {each: self._spent[each] for each in sorted(self._spent)[-1:]} | {month: {}}
-        spent = self._spent[month]
-        for tenant_id in (key.tenant_id for key in keys if key.kind == "spend"):
-            if tenant_id not in spent:
-                spent[tenant_id] = await asyncio.to_thread(self._ledger.project_spend, tenant_id, now_s)
+        spent, tenant_ids = self._spent[month], {key.tenant_id for key in keys if key.kind == "spend"}
+        while tenant_ids - spent.keys():
+            async with self._reading:  # callers that waited find it read
+                for tenant_id in tenant_ids - spent.keys():
+                    spent[tenant_id] = await asyncio.to_thread(self._ledger.project_spend, tenant_id, now_s)
 
 
 class QuotaLessor:
@@ -142,6 +150,10 @@ class QuotaLessor:
         """Nanos that a tenant may still spend this month; None if no ingress has asked yet."""
         counter = self._counters.get(LimitKey(tenant_id, "spend"))
         return counter.remaining() if isinstance(counter, BudgetCounter) else None
+
+    def forget_spend(self, tenant_id: str) -> None:
+        """Begin a tenant's count of spend again, at the next lease."""
+        self._counters.pop(LimitKey(tenant_id, "spend"), None)
 
     def keys(self, tenant_id: str) -> list[LimitKey]:
         """All limits of a tenant."""

@@ -53,8 +53,11 @@ class Activity(NamedTuple):
     first_tokens: tuple[tuple[int, int], ...] = ()
 
     def plus(self, other: Activity) -> Activity:
-        counts = Counter(dict(self.first_tokens))
-        counts.update(dict(other.first_tokens))
+        first_tokens = self.first_tokens or other.first_tokens
+        if self.first_tokens and other.first_tokens:
+            counts = Counter(dict(self.first_tokens))
+            counts.update(dict(other.first_tokens))
+            first_tokens = tuple(sorted(counts.items()))
         return Activity(
             self.num_requests + other.num_requests,
             self.num_errors + other.num_errors,
@@ -62,7 +65,7 @@ class Activity(NamedTuple):
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
             self.first_token_s + other.first_token_s,
-            tuple(sorted(counts.items())),
+            first_tokens,
         )
 
     @property

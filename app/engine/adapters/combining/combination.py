@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from app.engine.adapters.adapter_tokenizer import parsed_text
+from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import CombinationError, InvalidRequest
 
@@ -142,7 +142,7 @@ def common_text(names: Sequence[str], texts: Sequence[str]) -> str:
     """The text settings (`AdapterCard.text`) of all these adapters, without generation defaults, which belong to each
     alone. Raises CombinationError if they differ.
     """
-    first, *others = (parsed_text(text).without_sampling() for text in texts)
+    first, *others = (cached_adapter_tokenizer(text).without_sampling() for text in texts)
     if any(other != first for other in others):
         raise CombinationError(
             f"adapters {', '.join(names)} write prompts or end answers differently: their chat templates, special "

@@ -22,6 +22,7 @@ from app.engine.adapters.adapter import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.combining.combination import Combination, CombinationMethod
 from app.engine.adapters.extra_weights import extra_bytes
+from app.engine.adapters.features import EMBEDDING_LORA, LM_HEAD_LORA, LORA_BIAS
 from app.engine.errors import CombinationError
 from app.engine.models.spec import ModelSpec
 
@@ -30,9 +31,9 @@ Floats = NDArray[np.float32]
 K = TypeVar("K", bound=Hashable)
 
 #: Features that have a weighted sum.
-_SUMMED = frozenset({"lora_bias", "embedding LoRA", "lm_head LoRA"})
+_SUMMED = frozenset({LORA_BIAS, EMBEDDING_LORA, LM_HEAD_LORA})
 #: Only "cat", the sum of deltas, can keep lora_bias. PEFT drops it.
-_WITHOUT_BIAS = _SUMMED - {"lora_bias"}
+_WITHOUT_BIAS = _SUMMED - {LORA_BIAS}
 #: Methods whose signs are elected by A's and B's values before they are weighted.
 _SIGN_ELECTING = frozenset({"ties", "dare_ties"})
 

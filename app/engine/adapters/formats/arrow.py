@@ -36,20 +36,20 @@ from typing import Any
 import pyarrow as pa
 
 from app.engine.adapters.adapter_tokenizer import AdapterTokenizer
+from app.engine.adapters.bounded_files import (
+    DEFAULT_LIMITS,
+    TRANSIENT_ERRNOS,
+    ReadLimits,
+    adapter_read_errors,
+    open_plain_file,
+    reading_error,
+)
 from app.engine.adapters.formats.arrow_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, card_rows, raw_adapter_from_rows
 from app.engine.adapters.formats.arrowengine_card import (
     arrowengine_batch,
     is_arrowengine_schema,
     read_arrowengine_batch,
     views,
-)
-from app.engine.adapters.limits import (
-    DEFAULT_LIMITS,
-    TRANSIENT_ERRNOS,
-    ReadLimits,
-    open_plain_file,
-    reading,
-    reading_error,
 )
 from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, QUANTIZED_BITS, RawAdapter, RawTensor, raw_size_bytes
@@ -166,7 +166,7 @@ def _atomic_replace(path: Path) -> Iterator[Path]:
 def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
     """The card in `path`, its tensors memory-mapped. Raises an AdapterError."""
     what = f"'{path.name}'"
-    with reading(path), open_plain_file(path) as file:
+    with adapter_read_errors(path), open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limits.max_weight_bytes:
             raise AdapterTooLarge(f"{what} has {size} bytes but at most {limits.max_weight_bytes} are read")

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
+from app.engine.adapters.bounded_files import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.safetensors_file import read_safetensors, safetensors_metadata
 from app.engine.adapters.formats.tensor_names import plain_names
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.raw_adapter import (
     EMBEDDING_PATH,
     RawAdapter,

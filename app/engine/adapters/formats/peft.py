@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.engine.adapters.adapter_tokenizer import read_adapter_tokenizer
+from app.engine.adapters.bounded_files import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.card import TRAINED_ON
 from app.engine.adapters.formats.peft_config import CLASSIFIES, CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
@@ -30,7 +31,6 @@ from app.engine.adapters.formats.target_modules import (
     whole_matrices,
 )
 from app.engine.adapters.formats.weight_tying import tie_ends
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows
 from app.engine.adapters.score_head import HEAD_MODULES, head_names, is_head

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.bounded_files import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, read_card
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.raw_adapter import RawAdapter
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.engine.adapters.limits import ReadLimits, read_bounded
+from app.engine.adapters.bounded_files import ReadLimits, read_bounded
 from app.engine.adapters.raw_adapter import DTYPE_BYTES, RawTensor
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError, AdapterTooLarge

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine import errors
-from app.engine.adapters.limits import MIB
+from app.engine.adapters.bounded_files import MIB
 from app.engine.adapters.sandbox.confinement import confinement_gaps
 from app.engine.adapters.sandbox.packing import PackedAdapter
 from app.engine.adapters.sandbox.reader_worker import CombineTask, ReaderTask, pack_request, pack_task

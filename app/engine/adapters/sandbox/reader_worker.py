@@ -31,10 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.adapter import LoraAdapter
+from app.engine.adapters.bounded_files import TRANSIENT_ERRNOS, ReadLimits, reading_error
 from app.engine.adapters.combining.combination import Combination
 from app.engine.adapters.combining.combine import combine
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import TRANSIENT_ERRNOS, ReadLimits, reading_error
 from app.engine.adapters.sandbox.confinement import confine_process
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge

@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.engine.adapters.adapter_tokenizer import SMALL_TEXT_FILES, TEXT_FILES
+from app.engine.adapters.bounded_files import (
+    DEFAULT_LIMITS,
+    ReadLimits,
+    adapter_read_errors,
+    open_plain_file,
+    plain_file_size,
+)
 from app.engine.adapters.combining.combination import Combination
 from app.engine.adapters.combining.combine import check_cost
 from app.engine.adapters.formats.peft import weights_file
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, open_plain_file, plain_file_size, reading
 from app.engine.adapters.sandbox.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits, ReaderProcess
 from app.engine.adapters.sandbox.reader_worker import CombineTask, ReaderTask
@@ -59,7 +65,7 @@ class Validator:
 
     def read(self, path: Path, spec: ModelSpec) -> PackedAdapter:
         """The adapter at `path`, packed. Raises the AdapterError found, now or the first time."""
-        with reading(path):
+        with adapter_read_errors(path):
             if path.is_dir():
                 weights_file(
                     path
@@ -134,7 +140,7 @@ class Validator:
 
 def adapter_files(path: Path) -> list[Path]:
     """The existing files of the adapter at `path`. Errors: see `reading`."""
-    with reading(path):
+    with adapter_read_errors(path):
         if not path.is_dir():
             return [path]
         return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES) if os.path.lexists(path / name)]
@@ -152,7 +158,7 @@ def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMIT
         digest.update(file.name.encode(errors="surrogateescape") + b"\0")
         size = _checked_size(file, limits)
         digest.update(size.to_bytes(8, "little"))
-        with reading(file), open_plain_file(file) as opened:
+        with adapter_read_errors(file), open_plain_file(file) as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 

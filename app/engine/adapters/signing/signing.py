@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from app.engine.adapters.limits import read_bounded
+from app.engine.adapters.bounded_files import read_bounded
 from app.engine.adapters.signing.trusted_keys import SIGNATURE_NAME, SIGNATURE_SUFFIX
 from app.engine.errors import AdapterUntrusted, ConfigError
 

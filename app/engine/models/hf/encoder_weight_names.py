@@ -11,9 +11,9 @@ from app.engine.models.linear_modules import layer_linear_modules
 from app.engine.models.spec import ModelSpec
 
 LAYERS = "encoder.layer"
-WORDS = "embeddings.word_embeddings.weight"
-PLACES = "embeddings.position_embeddings.weight"
-SEGMENTS = "embeddings.token_type_embeddings.weight"
+WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embeddings.position_embeddings.weight"
+TOKEN_TYPE_EMBEDDINGS = "embeddings.token_type_embeddings.weight"
 #: Prefixes of a norm's weight and bias: for the input, after attention, after the feed-forward.
 INPUT_NORM = "embeddings.LayerNorm"
 ATTENTION_NORM = "attention.output.LayerNorm"
@@ -29,9 +29,9 @@ def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     encoder, hidden = spec.encoder, spec.hidden_size
     assert encoder is not None
     shapes: dict[str, tuple[int, ...]] = {
-        WORDS: (spec.vocab_size, hidden),
-        PLACES: (encoder.num_positions, hidden),
-        SEGMENTS: (encoder.num_segments, hidden),
+        WORD_EMBEDDINGS: (spec.vocab_size, hidden),
+        POSITION_EMBEDDINGS: (encoder.num_positions, hidden),
+        TOKEN_TYPE_EMBEDDINGS: (encoder.num_segments, hidden),
     }
     norms = [INPUT_NORM]
     for index in range(len(spec.layers)):

@@ -62,7 +62,7 @@ async def test_who_has_most_waiting_makes_room_for_others() -> None:
     assert third in cold._timers
     for stream in [*flood, *others, third]:
         cold.leave(stream)
-    assert (cold.num_waiting, cold._pending._groups, cold._timers) == (0, {}, {})
+    assert (len(cold._pending._total), cold._pending._groups, cold._timers) == (0, {}, {})
 
 
 async def test_one_adapter_s_waiters_are_shared_too() -> None:
@@ -72,4 +72,4 @@ async def test_one_adapter_s_waiters_are_shared_too() -> None:
         enter(cold, "flood", "public")
     enter(cold, "other", "public")
     assert await refused(flood) == flood[5:]
-    assert cold.num_waiting == 6
+    assert len(cold._pending._total) == 6

@@ -21,7 +21,7 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
 from app.engine.request import GenerateRequest, RequestUsage, SamplingParams, TokenChunk
-from tests.deployments.fleet import Fleet
+from tests.deployments.fleet import FakeReplica, Fleet
 from tests.fakes import fake_adapter, fake_request, fake_tokens
 
 MakeFleet = Callable[..., Fleet]
@@ -421,6 +421,29 @@ async def test_those_that_wait_for_an_adapter_count_as_waiting(make_fleet: MakeF
     await dispatcher.close()
 
 
+async def test_begun_streams_that_wait_for_an_adapter_never_give_way(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, max_queued_requests=2)
+    fleet.fetch_gate.clear()
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("cold", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    (replica,) = fleet.replicas.values()
+    new = [make_request(f"new{i}", [1, i], adapter, max_tokens=3, ignore_eos=True) for i in range(2)]
+    begun = [replace(each, request_id=f"begun {each.request_id}") for each in new]
+    begun = [replace(each, resume_token_ids=tuple(expected(each, adapter)[:2])) for each in begun]
+    small = replace(new[0], request_id="small", tenant_id="none waits")
+    tasks = []
+    for index, request in enumerate((*new, *begun, small), 1):
+        tasks.append(asyncio.ensure_future(collect(dispatcher, request)))
+        await until(lambda index=index: len(replica.submitted) == index)
+    with pytest.raises(QueueFull):
+        await tasks[1]
+    fleet.fetch_gate.set()
+    answers = [tokens for tokens, _ in await asyncio.gather(tasks[0], *tasks[2:])]
+    assert answers == [expected(new[0], adapter), *(expected(each, adapter)[2:] for each in new), answers[0]]
+    await dispatcher.close()
+
+
 async def test_errors_are_the_request_s_own(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(1, max_queued_requests=3)
     dispatcher = fleet.dispatcher()
@@ -488,19 +511,38 @@ async def test_a_request_is_refused_when_every_replica_has_refused_it_once(make_
     await dispatcher.close()
 
 
-async def test_rows_that_pins_take_on_one_replica_are_no_reason_to_refuse(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(2)
-    dispatcher = fleet.dispatcher()
-    adapter, pinned = fake_adapter("a", 8), fake_adapter("pinned", 64)
+async def home_without_room(fleet: Fleet, adapter: LoraAdapter) -> FakeReplica:
+    """The replica that an adapter is assigned to, whose rows are all a pinned adapter's."""
+    pinned = fake_adapter("pinned", 64)
     fleet.adapters[adapter.card.digest] = adapter
     await fleet.assign([adapter.card.digest])
     (home_id,) = fleet.assigned_replicas(adapter.card.digest)
     home = fleet.replicas[home_id]
     home.thread.pin_adapters([pinned.card.digest])
     await asyncio.wrap_future(home.thread.load_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t")))
+    return home
+
+
+async def test_rows_that_pins_take_on_one_replica_are_no_reason_to_refuse(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    dispatcher, adapter = fleet.dispatcher(), fake_adapter("a", 8)
+    home = await home_without_room(fleet, adapter)
     request = make_request("r", [1], adapter, max_tokens=4, ignore_eos=True)
     assert (await collect(dispatcher, request))[0] == expected(request, adapter)
     assert [item.request_id for item in home.submitted] == ["r/1"]
+    await dispatcher.close()
+
+
+async def test_a_begun_stream_that_a_replica_refuses_is_counted_once(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    dispatcher, adapter = fleet.dispatcher(), fake_adapter("a", 8)
+    await home_without_room(fleet, adapter)
+    request = make_request("r", [1, 2, 3], adapter, max_tokens=8, ignore_eos=True)
+    begun = replace(request, resume_token_ids=tuple(expected(request, adapter)[:5]))  # by a replica that died
+    assert (await collect(dispatcher, begun))[0] == expected(request, adapter)[5:]
+    await until(lambda: len(fleet.consumed) == 2)
+    assert fleet.consumed["r/1"][:3] == (3, 0, 5), "by the replica without room"
+    assert consumed_by(fleet, request)[:3] == (3, 0, 8)
     await dispatcher.close()
 
 
@@ -773,6 +815,23 @@ async def test_a_request_that_waits_too_long_for_a_replica_is_late(make_fleet: M
     request = make_request("r", [1])
     with pytest.raises(DeadlineExceeded, match="request r took longer"):
         await anext(dispatcher.stream(request, asyncio.get_running_loop().time()))
+    await dispatcher.close()
+
+
+async def test_a_late_request_says_how_much_of_it_was_generated(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    (replica,) = fleet.replicas.values()
+    dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], ignore_eos=True)
+    replica.backend.max_steps = 5
+    deadline_s, arrived = asyncio.get_running_loop().time() + 2.0, list[int]()
+
+    async def read() -> None:
+        async for chunk in dispatcher.stream(request, deadline_s):
+            arrived.extend(chunk.token_ids)
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        await read()
+    assert caught.value.num_tokens == len(arrived) == 5
     await dispatcher.close()
 
 

@@ -158,9 +158,9 @@ async def test_requests_for_cold_adapters_are_bounded_and_nothing_else_is(servic
     ingress.replicas._service_s = lambda: 0.1
     assert await seconds(ingress.answer(request("base"))) < 0.11
     await asyncio.sleep(50.0)
-    assert ingress.cold.num_waiting == 25
+    assert len(ingress.cold._pending._total) == 25
     await asyncio.sleep(11.0)
-    assert ingress.cold.num_waiting == 0
+    assert len(ingress.cold._pending._total) == 0
     late = [task for task in tasks if task not in refused]
     assert all(isinstance(task.exception(), NotReady) for task in late)
     assert "limits.adapter_load_timeout_s" in str(late[0].exception())
@@ -176,13 +176,13 @@ async def test_callers_that_leave_wait_no_longer(service: SimulatedService) -> N
     hang(ingress)
     tasks = [asyncio.create_task(ingress.answer(request(f"a{i}", digest(1)))) for i in range(10)]
     await asyncio.sleep(0.1)
-    assert ingress.cold.num_waiting == 10
+    assert len(ingress.cold._pending._total) == 10
     with pytest.raises(QueueFull):
         await ingress.answer(request("one more", digest(1)))
     for task in tasks:
         task.cancel()
     await asyncio.sleep(0)
-    assert (ingress.cold.num_waiting, ingress.cold._pending._groups) == (0, {})
+    assert (len(ingress.cold._pending._total), ingress.cold._pending._groups) == (0, {})
 
 
 def test_eight_ingresses_do_not_herd() -> None:

@@ -16,6 +16,7 @@ from openai.types.responses import response_create_params as responses_params
 from pydantic import BaseModel
 
 from app.deployments.ingress.preprocess import sequence_builder
+from app.deployments.ingress.preprocess.tools import arguments_object
 from app.deployments.ingress.schemas import messages, responses
 from app.deployments.ingress.schemas import openai as schema
 from app.deployments.ingress.schemas.request_model import IGNORED_HEADER, Body, ignored_header
@@ -313,6 +314,79 @@ LOOK_AROUND = {
     },
     "required": ["amount", "tags"],
 }
+
+
+async def test_function_names_are_as_long_as_the_providers_allow(writer: httpx.AsyncClient) -> None:
+    """Agents join a server's name and a tool's."""
+    name, messages = "n" * 128, {"model": "base", "max_tokens": 600, "messages": HELLO}
+    tools = [{"name": name, "input_schema": LOOK}]
+    answer = await writer.post("/v1/messages", json=messages | {"tools": tools, "tool_choice": {"type": "any"}})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"][0]["name"] == name
+    back = {"role": "assistant", "content": answer.json()["content"][:1]}
+    assert (await writer.post("/v1/messages", json=messages | {"messages": [*HELLO, back]})).status_code == 200
+    inner = {"type": "function", "name": name, "parameters": LOOK}
+    body: dict[str, Any] = {
+        "model": "base", "input": "hello", "tool_choice": "required", "parallel_tool_calls": False,
+        "tools": [{"type": "namespace", "name": "s" * 128, "tools": [inner]}],
+    }  # fmt: skip
+    answer = await writer.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    (item,) = answer.json()["output"]
+    assert (item["namespace"], item["name"]) == ("s" * 128, name)
+    history = [{"role": "user", "content": "hello"}, item]
+    assert (await writer.post("/v1/responses", json=body | {"input": history})).status_code == 200
+    for route, asked, place in (
+        ("/v1/messages", messages | {"tools": [tools[0] | {"name": "n" * 129}]}, "tools.0.name"),
+        ("/v1/responses", body | {"tools": [inner | {"name": "n" * 129}]}, "tools.0.name"),
+    ):
+        refused = await writer.post(route, json=asked)
+        assert refused.status_code == 400
+        assert f"{place}: " in refused.json()["error"]["message"]
+
+
+async def test_a_number_that_no_float_holds_is_refused_and_in_a_call_it_is_text(writer: httpx.AsyncClient) -> None:
+    assert arguments_object('{"a": -1e400}') == {"INVALID_JSON": '{"a": -1e400}'}
+    tool = '{"type":"function","name":"a","parameters":{"maximum":1e400}}'
+    body = f'{{"model":"base","input":"hello","max_output_tokens":16,"tools":[{tool}]}}'
+    refused = await writer.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert refused.status_code == 400
+    assert "the number 1e400 is not finite" in refused.json()["error"]["message"]
+
+
+async def test_a_response_s_schema_without_strict_is_enforced_as_far_as_possible(writer: httpx.AsyncClient) -> None:
+    """What the answer repeats is what was asked."""
+    body = {"model": "base", "input": "hello", "max_output_tokens": 16}
+    form = {"type": "json_schema", "name": "payment", "schema": LOOK_AROUND}
+    tool = {"type": "function", "name": "pay", "parameters": LOOK_AROUND}
+    strict: Any
+    fields: Any
+    for strict in ({}, {"strict": None}, {"strict": False}):
+        for place, fields in (
+            ("text.format.schema", {"text": {"format": form | strict}}),
+            ("tools.0.parameters", {"tools": [tool | strict]}),
+        ):
+            answer = await writer.post("/v1/responses", json=body | fields)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["X-Polylora-Unenforced"].startswith(f"{place}#/properties/amount/anyOf/1/pattern")
+            found = answer.json()
+            openai.types.responses.ResponseUsage.model_validate(found["usage"])
+            tools = [openai.types.responses.FunctionTool.model_validate(each) for each in found["tools"]]
+            text = openai.types.responses.ResponseTextConfig.model_validate(found["text"])
+            repeated = tools[0] if tools else text.format
+            assert getattr(repeated, "strict", "") is strict.get("strict")
+    for fields in ({"text": {"format": form | {"strict": True}}}, {"tools": [tool | {"strict": True}]}):
+        assert (await writer.post("/v1/responses", json=body | fields)).status_code == 400
+
+
+async def test_a_tool_s_failure_is_named_as_ignored(writer: httpx.AsyncClient) -> None:
+    """Chat templates have no place for it; the result's text says what failed."""
+    use = {"type": "tool_use", "id": "toolu_1", "name": "Look", "input": {"path": "a"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such file", "is_error": True}
+    history = [*HELLO, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = await writer.post("/v1/messages", json={"model": "base", "max_tokens": 4, "messages": history})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[IGNORED_HEADER] == "messages.content.is_error"
 
 
 async def test_a_schema_without_strict_is_enforced_as_far_as_possible(writer: httpx.AsyncClient) -> None:

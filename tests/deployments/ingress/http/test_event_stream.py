@@ -121,6 +121,20 @@ async def test_a_whole_answer_without_a_reader_is_counted_with_its_cost(
     await until(lambda: not replica.engine.has_work)
 
 
+async def test_a_stream_that_serve_cancels_is_counted_once_and_ends(service: Service) -> None:
+    (replica,) = service.fleet.replicas.values()
+    replica.backend.max_steps = 20
+    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": True}).encode())
+    await until(lambda: len(client.events) >= 4)
+    client.answered.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.answered
+    assert service.observed == [("completions", 499)]
+    await until(lambda: len(replica.aborted) == 1)
+    replica.backend.resumed.set()
+    await until(lambda: not replica.engine.has_work)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_is_counted_with_its_cost_and_its_first_token(service: Service, stream: bool) -> None:
     client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": stream}).encode())

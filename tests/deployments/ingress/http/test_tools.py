@@ -81,6 +81,23 @@ async def test_streams_tell_the_same_calls_piece_by_piece(writer: httpx.AsyncCli
             assert reasons[index] == choice["finish_reason"]
 
 
+async def test_ids_of_calls_differ_where_clients_repeat_a_request_id(writer: httpx.AsyncClient) -> None:
+    """Agents answer calls by id, and keep the answers of many requests in one conversation."""
+    headers = {"X-Request-ID": "mine"}
+    chat = CHAT | {"tool_choice": "required", "seed": 1}
+    choices = [(await writer.post("/v1/chat/completions", json=chat, headers=headers)).json() for _ in range(2)]
+    check([call for answer in choices for call in answer["choices"][0]["message"]["tool_calls"]])
+    tools = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+    body = {"model": "base", "input": "hi", "tools": tools, "tool_choice": "required", "seed": 1}
+    items = [
+        item
+        for _ in range(2)
+        for item in (await writer.post("/v1/responses", json=body, headers=headers)).json()["output"]
+    ]
+    assert all(item["id"].startswith("fc_mine.") for item in items)
+    assert len({item["id"] for item in items}) == len({item["call_id"] for item in items}) == len(items)
+
+
 async def test_words_or_calls_where_the_model_is_free(writer: httpx.AsyncClient) -> None:
     choice = await choice_of(writer, max_tokens=30, seed=1)
     assert choice["message"]["content"]

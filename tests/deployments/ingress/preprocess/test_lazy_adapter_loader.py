@@ -138,7 +138,7 @@ async def test_one_question_per_name_and_few_per_tenant() -> None:
     store.gate.set()
     assert await asyncio.gather(*waiting) == [True] * len(waiting)
     assert await loader.register(["more"], tenant("a")), "there is room again"
-    assert not len(loader._waiting_lookups)
+    assert not len(loader._waiting_lookups._total)
 
 
 async def test_nobody_waits_longer_than_for_any_adapter() -> None:

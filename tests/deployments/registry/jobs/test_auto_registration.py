@@ -55,7 +55,7 @@ class Service:
 
 @pytest_asyncio.fixture
 async def service(open_again: Callable[..., Registry]) -> AsyncIterator[Service]:
-    service = Service(open_again(base_names=("base",)))
+    service = Service(open_again())
     yield service
     await service.managed.close()
 

@@ -38,7 +38,7 @@ class Known(ManagedStore):
 async def known(open_again: Callable[..., Registry]) -> AsyncIterator[Known]:
     store = FakeStore()
     store.contents |= {"hub/sql": "d1", "hub/math": "d2", "hub/old": "d0"}
-    managed = Known(open_again(base_names=("base",)), store, Clock())
+    managed = Known(open_again(), store, Clock())
     await managed.client.load_and_wait(wanted("old", "hub/old"))
     store.loads.clear()
     await managed.client.register(
@@ -189,7 +189,7 @@ async def test_a_name_that_was_unloaded_keeps_counting(known: Known) -> None:
 
 
 async def test_names_outlive_the_process(known: Known, open_again: Callable[..., Registry]) -> None:
-    again = ManagedStore(open_again(base_names=("base",)), known.store, known.clock)
+    again = ManagedStore(open_again(), known.store, known.clock)
     try:
         async with asyncio.timeout(120):
             while again.view.num_adapters < 3:

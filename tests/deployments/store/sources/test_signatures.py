@@ -15,8 +15,8 @@ from app.config import load_config
 from app.deployments.store.adapter_reader import AdapterReader
 from app.deployments.store.sources.hub import HubFetcher
 from app.deployments.store.sources.urls import UrlFetcher
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.bounded_files import ReadLimits
 from app.engine.adapters.formats import arrow
 from app.engine.adapters.formats.arrow import (
     CARD_SUFFIX,
@@ -31,7 +32,6 @@ from app.engine.adapters.formats.arrow_rows import CardRow, raw_adapter_from_row
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.quantize import delta_error, dequantize, quantize
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule, RawTensor, RawTokenRows, content_digest
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge

@@ -21,12 +21,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from app.cli.main import main
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.other_layouts import read_other_layout
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.errors import AdapterFormatError
 from app.engine.models.checkpoint import load_checkpoint
+from tests import seeds
 from tests.engine.checkpoints import save, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's use
@@ -155,7 +156,7 @@ def test_the_rows_of_torchtunes_queries_and_keys_keep_every_product() -> None:
     from app.engine.adapters.formats.other_layouts import _halves_apart
     from tests.engine.adapters.random_adapters import stored_tensor
 
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     angles = rng.uniform(0, 7, (2, 4))  # of a query's and of a key's position, for head_dim 8
     query, key = rng.standard_normal((2, 8)).astype(np.float32)
 

@@ -20,11 +20,11 @@ import pytest
 from peft import LoraConfig
 
 from app.engine.adapters.adapter import BFLOAT16, LoraKey
+from app.engine.adapters.bounded_files import ReadLimits
 from app.engine.adapters.formats import patterns
 from app.engine.adapters.formats import peft_config as peft_config_file
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import ReadLimits
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.linear_modules import DENSE_TARGETS, target_shape
 from tests import seeds

@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
 from app.engine.adapters.base_weight_dedup import BaseWeightDedup
+from app.engine.adapters.features import FEATURES, XLA_FEATURES
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.weight_names import LM_HEAD
-from app.engine.xla.supported_features import SERVED as XLA
 from tests.engine.adapters.formats.test_peft_parity import PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.parity import our_logits, peft_logits, random_tokens, spec_of, tiny_model
 from tests.pairwise import pairwise
@@ -113,13 +112,13 @@ def test_copies_saved_along_leave_a_plain_adapter(tmp_path: Path, kind: str) -> 
     model.save_pretrained(tmp_path / "base")
     checkpoint = load_checkpoint(tmp_path / "base")
     folder = saved(tmp_path / "it", kind, embeddings=True)
-    copies = BaseWeightDedup(checkpoint, XLA)
-    lighter = copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA))
+    copies = BaseWeightDedup(checkpoint, XLA_FEATURES)
+    lighter = copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA_FEATURES))
     assert not lighter.features
     assert lighter.card.extra_bytes == 0
     changed(folder, lambda tensors: {name: t * (1.5 if t.shape[0] == 96 else 1) for name, t in tensors.items()})
     with pytest.raises(AdapterMismatch, match="cannot apply trained embedding or trained lm_head"):
-        copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA))
+        copies.without_copies(read_adapter(folder, checkpoint.spec, supported_features=XLA_FEATURES))
 
 
 def test_two_ends_that_differ_are_refused_where_the_base_has_one(tmp_path: Path) -> None:

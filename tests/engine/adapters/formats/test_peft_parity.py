@@ -15,7 +15,8 @@ from peft import LoraConfig
 from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
 from safetensors.torch import load_file, save_file
 
-from app.engine.adapters.adapter import FEATURES, MAY_BE_COPIES, LoraKey
+from app.engine.adapters.adapter import LoraKey
+from app.engine.adapters.features import FEATURES, MAY_BE_COPIES
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter

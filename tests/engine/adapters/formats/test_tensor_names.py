@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters.adapter import FEATURES, RESIZED
+from app.engine.adapters.features import FEATURES, RESIZED
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.formats.tensor_names import plain_names
 from app.engine.errors import AdapterFormatError, AdapterMismatch

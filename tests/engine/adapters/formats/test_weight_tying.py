@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter, read_raw_adapter
 from app.engine.errors import AdapterFormatError
 from tests.engine.adapters.formats.test_peft_files import PREFIX, Tensors, changed, logits, model_of, saved

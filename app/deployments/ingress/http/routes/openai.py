@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
 from app.deployments.ingress.embeddings import answer, vectors
-from app.deployments.ingress.http.event_stream import EventStream
+from app.deployments.ingress.http.event_stream import EventStream, run_until_disconnect
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
@@ -18,7 +18,6 @@ from app.deployments.ingress.http.request_lifecycle import (
     first_event,
     observe_if_cancelled,
     run_task,
-    run_until_disconnect,
 )
 from app.deployments.ingress.http.request_parsing import JsonBody
 from app.deployments.ingress.preprocess.preprocessor import last_user_text
@@ -105,7 +104,7 @@ def _add_selection_route(app: FastAPI, service: IngressService) -> None:
         question = body.prompt or "" if body.messages is None else last_user_text(body.messages)
         caller = inference_principal(request)
         decision = await run_until_disconnect(
-            request, service.preprocessor.semantic_router.choose(question, caller, body.routing)
+            request.receive, service.preprocessor.semantic_router.choose(question, caller, body.routing)
         )
         service.observe("route", 200, None)
         headers = {ROUTE_HEADER: decision.header} | service.accounting.headers(caller)

@@ -2,12 +2,14 @@
 
 A response whose request has `store` is stored with the whole conversation, so that `previous_response_id` needs no
 earlier one. It belongs to the tenant of the key; other tenants get a 404. `instructions` apply to one request only.
+An answer that the store does not take is delivered with `store: false`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from functools import partial
@@ -18,11 +20,11 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.error_responses import PreviousResponseNotFound
+from app.deployments.ingress.http.event_stream import run_until_disconnect
 from app.deployments.ingress.http.openapi import EVENT_STREAM
 from app.deployments.ingress.http.request_lifecycle import (
     json_response,
     observe_if_cancelled,
-    run_until_disconnect,
     start_task,
     stream_response,
 )
@@ -36,8 +38,15 @@ from app.deployments.ingress.schemas.responses import InputTokens, InputTokensRe
 from app.deployments.ingress.serializers.content_blocks import collect_blocks
 from app.deployments.ingress.serializers.responses import StoreResponse, response_body, response_events
 from app.deployments.ingress.service import IngressService
-from app.deployments.object_storage.models import StoredResponse, not_found_error
-from app.engine.errors import NotFound
+from app.deployments.object_storage.models import StoredResponse
+from app.deployments.registry.models import not_found_error
+from app.deployments.rpc.background_tasks import backoff_s
+from app.engine.errors import NotFound, NotReady
+
+logger = logging.getLogger(__name__)
+
+#: How long a finished answer waits for the store, which restarts in some seconds; then it is delivered without it.
+STORE_TIMEOUT_S = 10.0
 
 
 class RetrieveQuery(QueryParams):
@@ -79,10 +88,10 @@ def add_response_routes(app: FastAPI, service: IngressService) -> None:
                 request, service, task, "responses", response_events(task, body, stored_id, store)
             )
         with observe_if_cancelled(service, "responses", task):
-            blocks, end = await run_until_disconnect(request, collect_blocks(task))
+            blocks, end = await run_until_disconnect(request.receive, collect_blocks(task))
             content = response_body(task, body, blocks, end, stored_id)
             if store is not None:
-                await store(content)
+                content["store"] = await store(content)
         service.observe("responses", 200, task)
         return json_response(service, task, content)
 
@@ -140,13 +149,26 @@ def _store_later(service: IngressService, tenant_id: str, body: ResponsesRequest
         items = [{"id": f"item_{stored_id}_{number}"} | item for number, item in enumerate(body.items())]
         return StoredResponse(stored_id, json.dumps(items), json.dumps(content))
 
-    async def store(content: Mapping[str, Any]) -> None:
-        await service.storage.keep_response(
-            await asyncio.to_thread(stored_response, content),
-            tenant_id=tenant_id,
-            life_s=config.retention_days * DAY_S,
-            max_count=config.max_responses,
-            max_bytes=config.max_response_bytes,
-        )
+    async def store(content: Mapping[str, Any]) -> bool:
+        response = await asyncio.to_thread(stored_response, content)
+        reason = "the store does not answer"
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                for pause_s in backoff_s(0.5, 2.0):
+                    try:
+                        await service.storage.keep_response(
+                            response,
+                            tenant_id=tenant_id,
+                            life_s=config.retention_days * DAY_S,
+                            max_count=config.max_responses,
+                            max_bytes=config.max_response_bytes,
+                        )
+                        return True
+                    except NotReady as error:
+                        reason = str(error)
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            logger.warning("response %s is not stored: %s", stored_id, reason)
+        return False
 
     return store

@@ -168,6 +168,7 @@ async def test_an_origin_that_is_listed_gets_cors_and_no_other_does(service: Ser
         assert before.headers["access-control-allow-origin"] == "https://app.example"
         models = await http.get("/v1/models", headers={"Origin": "https://app.example"})
         assert models.headers["access-control-allow-origin"] == "https://app.example"
+        assert models.headers["access-control-expose-headers"] == "*"
         other = await http.get("/v1/models", headers={"Origin": "https://evil.example"})
         assert other.status_code == 403
         assert "access-control-allow-origin" not in other.headers

@@ -28,7 +28,7 @@ from app.deployments.ingress.batches.batch_file import (
     TooManyLines,
     result_line,
 )
-from app.deployments.ingress.batches.runner import AnswerLine, BatchRunner
+from app.deployments.ingress.batches.runner import MAX_TIMEOUTS, AnswerLine, BatchRunner
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_executor import BatchExecutor
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
@@ -37,7 +37,7 @@ from app.deployments.ingress.principal import Principal
 from app.deployments.object_storage.batches import LEASE_S
 from app.deployments.object_storage.models import Batch, LeaseLost, LineResult
 from app.deployments.tenancy.auth.key_crypto import new_key
-from app.engine.errors import QueueFull
+from app.engine.errors import DeadlineExceeded, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
@@ -356,6 +356,23 @@ def runner_of(service: Service, held: Held, holder: str, now_s: list[float]) -> 
     )
 
 
+async def begun(
+    gpt: openai.AsyncOpenAI, runner: BatchRunner, num_lines: int
+) -> tuple[asyncio.Task[None], openai.types.Batch]:
+    """The runner's task, and a new batch of so many requests that it has been told of."""
+    task = asyncio.create_task(runner.run())
+    file_id = await upload(gpt, jsonl([BODIES[CHAT]] * num_lines))
+    batch = await gpt.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+    runner.wake()
+    return task, batch
+
+
+async def stop(runner: BatchRunner, task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await runner.close()
+
+
 async def counted(gpt: openai.AsyncOpenAI, batch_id: str, num_completed: int) -> None:
     while (counts := (await gpt.batches.retrieve(batch_id)).request_counts) is None or counts.completed < num_completed:
         await asyncio.sleep(0.005)
@@ -449,10 +466,7 @@ async def test_a_batch_that_waits_for_room_begins_when_another_ends(
 async def test_a_cancelled_batch_keeps_what_was_answered(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     held, now_s = Held(writing), [1000.0]
     runner = runner_of(writing, held, "here", now_s)
-    task = asyncio.create_task(runner.run())
-    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
-    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 6)), **fields)
-    runner.wake()
+    task, batch = await begun(gpt, runner, 6)
     held.num_open = 2
     await counted(gpt, batch.id, 2)
     assert (await gpt.batches.cancel(batch.id)).status == "cancelling"
@@ -460,18 +474,13 @@ async def test_a_cancelled_batch_keeps_what_was_answered(gpt: openai.AsyncOpenAI
     assert (batch.status, batch.error_file_id) == ("cancelled", None)
     assert len(await lines_of(gpt, batch.output_file_id)) == 2
     assert (await gpt.batches.cancel(batch.id)).status == "cancelled", "it has ended"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await runner.close()
+    await stop(runner, task)
 
 
 async def test_what_is_not_answered_in_time_is_reported(gpt: openai.AsyncOpenAI, writing: Service) -> None:
     held, now_s = Held(writing), [1000.0]
     runner = runner_of(writing, held, "here", now_s)
-    task = asyncio.create_task(runner.run())
-    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
-    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 4)), **fields)
-    runner.wake()
+    task, batch = await begun(gpt, runner, 4)
     held.num_open = 1
     await counted(gpt, batch.id, 1)
     now_s[0] += 86_400
@@ -480,9 +489,7 @@ async def test_what_is_not_answered_in_time_is_reported(gpt: openai.AsyncOpenAI,
     late = await lines_of(gpt, batch.error_file_id)
     assert [line["error"]["code"] for line in late] == ["batch_expired"] * 3
     assert all(line["response"] is None for line in late)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await runner.close()
+    await stop(runner, task)
     now_s[0] += 31 * 86_400
     with pytest.raises(openai.NotFoundError):
         await gpt.files.retrieve(batch.error_file_id or "")
@@ -499,16 +506,71 @@ async def test_what_is_refused_for_now_is_tried_again(gpt: openai.AsyncOpenAI, w
     held, now_s = Held(writing), [1000.0]
     held.num_open, held.errors = 100, [QueueFull("full", retry_after_s=0.01)] * 2
     runner = runner_of(writing, held, "here", now_s)
-    task = asyncio.create_task(runner.run())
-    fields: Any = {"endpoint": CHAT, "completion_window": "24h"}
-    batch = await gpt.batches.create(input_file_id=await upload(gpt, jsonl([BODIES[CHAT]] * 2)), **fields)
-    runner.wake()
+    task, batch = await begun(gpt, runner, 2)
     batch = await ended(gpt, batch.id)
     assert batch.request_counts is not None
     assert batch.request_counts.completed == 2
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await runner.close()
+    await stop(runner, task)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_what_computes_until_its_time_is_over_is_not_tried_for_ever(
+    gpt: openai.AsyncOpenAI, writing: Service, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.001)
+    held, now_s = Held(writing), [1000.0]
+    held.num_open, held.errors = 100, [DeadlineExceeded("late", num_tokens)] * (MAX_TIMEOUTS + 1)
+    runner = runner_of(writing, held, "here", now_s)
+    task, batch = await begun(gpt, runner, 1)
+    batch = await ended(gpt, batch.id)
+    statuses = [line["response"]["status_code"] for line in await lines_of(gpt, batch.error_file_id)]
+    assert (statuses, len(held.errors)) == (([504], 1) if num_tokens else ([], 0))
+    await stop(runner, task)
+
+
+async def test_a_lease_is_renewed_while_a_file_is_validated(
+    gpt: openai.AsyncOpenAI, writing: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, now_s = Held(writing), [1000.0]
+    runner = runner_of(writing, held, "slow", now_s)
+    claimed_by_others: list[Batch | None] = []
+
+    async def slow_part(_: Batch, number: int) -> bytes | None:
+        if number < 3:
+            now_s[0] += 0.6 * LEASE_S
+            await asyncio.sleep(2 * runner.write_s)
+            claimed_by_others.append(await writing.storage.claim("other"))
+        return jsonl([BODIES[CHAT]]) if number == 0 else b"\n" if number < 3 else None
+
+    monkeypatch.setattr(runner, "_part", slow_part)
+    held.num_open = 1
+    task, batch = await begun(gpt, runner, 1)
+    assert (await ended(gpt, batch.id)).status == "completed"
+    assert len(claimed_by_others) >= 3
+    assert not any(claimed_by_others)
+    await stop(runner, task)
+
+
+async def test_a_batch_in_work_is_not_begun_a_second_time(
+    gpt: openai.AsyncOpenAI, writing: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, now_s = Held(writing), [1000.0]
+    runner, claim, again = runner_of(writing, held, "here", now_s), writing.storage.claim, list[Batch]()
+
+    async def claim_twice(holder: str) -> Batch | None:
+        if (batch := await claim(holder)) is not None:
+            again.append(batch)
+            return batch
+        return again.pop() if again else None
+
+    monkeypatch.setattr(writing.storage, "claim", claim_twice, raising=False)
+    task, batch = await begun(gpt, runner, 2)
+    while (await gpt.batches.retrieve(batch.id)).status != "in_progress" or again:
+        await asyncio.sleep(0.005)
+    held.num_open = 100
+    assert (await ended(gpt, batch.id)).status == "completed"
+    assert sorted(held.asked) == [f"{batch.id}-0", f"{batch.id}-1"]
+    await stop(runner, task)
 
 
 @pytest.mark.usefixtures("works")

@@ -70,7 +70,7 @@ async def test_adapters_dimensions_and_pooling(client: openai.AsyncOpenAI, servi
 async def test_more_texts_than_may_be_under_way_come_back_in_order(
     client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embeddings, "MAX_OPEN", 3)
+    monkeypatch.setattr(embeddings, "MAX_OPEN_EMBEDDINGS", 3)
     texts = [chr(65 + index) * (1 + index % 7) for index in range(40)]
     answer = await client.embeddings.create(model="base", input=texts)
     assert [item.embedding for item in answer.data] == [expected(text) for text in texts]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import AsyncIterator
+from functools import wraps
 from typing import Any
 
 import httpx2
@@ -14,6 +16,9 @@ import pytest_asyncio
 from app.config import AppConfig
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.middleware.origin_check import HttpPolicy
+from app.deployments.ingress.http.routes import responses as routes
+from app.deployments.object_storage.service import StorageService
+from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.middleware.test_auth import Org, org
 from tests.deployments.ingress.http.routes.test_messages import GPT, GPT_TOOLS
@@ -105,6 +110,41 @@ async def test_what_is_not_stored_is_not_there(gpt: openai.AsyncOpenAI, writing:
     writing.storage_config = AppConfig.model_validate({"storage": {"store_responses": True}}).storage
     assert (await gpt.responses.create(**FIXED)).store is True
     assert (await gpt.responses.create(**FIXED, store=False)).store is False
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("num_failures", [1, 100])
+async def test_an_answer_that_cannot_be_stored_is_delivered(
+    gpt: openai.AsyncOpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_failures: int,
+    is_streamed: bool,
+) -> None:
+    """A failed call may have stored it: only its answer was lost."""
+    monkeypatch.setattr(routes, "STORE_TIMEOUT_S", 60.0 if num_failures == 1 else 0.1)
+    keep, calls = StorageService.keep_response, itertools.count(1)
+
+    @wraps(keep)
+    async def failing(self: StorageService, *args: Any, **options: Any) -> None:
+        if num_failures == 1:
+            await keep(self, *args, **options)
+        if next(calls) <= num_failures:
+            raise NotReady("the store does not answer")
+
+    monkeypatch.setattr(StorageService, "keep_response", failing)
+    if is_streamed:
+        last = [event async for event in await gpt.responses.create(**FIXED, store=True, stream=True)][-1]
+        assert last.type in ("response.completed", "response.incomplete")
+        answer = last.response
+    else:
+        answer = await gpt.responses.create(**FIXED, store=True)
+    assert answer.output_text
+    assert answer.store is (num_failures == 1)
+    if answer.store:
+        assert (await gpt.responses.retrieve(answer.id)).output_text == answer.output_text
+    else:
+        assert f"response {answer.id} is not stored: the store does not answer" in caplog.text
 
 
 async def test_they_are_bounded_and_expire(gpt: openai.AsyncOpenAI, writing: Service) -> None:

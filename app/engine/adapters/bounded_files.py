@@ -56,8 +56,8 @@ def reading_error(path: Path, error: OSError) -> AdapterError:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `reading_error`."""
+def adapter_read_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` while an adapter's file is read into a `reading_error`."""
     try:
         yield
     except OSError as error:
@@ -73,7 +73,7 @@ def open_plain_file(path: Path) -> BufferedReader:
     """
     folder = -1
     try:
-        with reading(path):
+        with adapter_read_errors(path):
             folder = os.open(path.anchor or ".", _FOLDER)
             for part in path.parts[bool(path.anchor) : -1]:
                 inner = _open_part(part, _FOLDER, folder)
@@ -113,7 +113,7 @@ def link_error(name: str) -> AdapterFormatError:
 def plain_file_size(path: Path) -> int:
     """The size of a regular file in bytes. Raises as `open_plain_file`, but opens nothing."""
     try:
-        with reading(path):
+        with adapter_read_errors(path):
             status = path.lstat()
     except ValueError as error:
         raise AdapterFormatError(f"cannot open {path.name!r}: {error}") from error
@@ -130,7 +130,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     The size comes from the open file, so a file that grows after the check is still bounded, and a file that shrinks
     while it is read is an error instead of a fault in mapped memory. AdapterReadFailed: see `reading_error`.
     """
-    with reading(path), open_plain_file(path) as file:
+    with adapter_read_errors(path), open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise AdapterTooLarge(
