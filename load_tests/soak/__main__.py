@@ -138,6 +138,7 @@ async def run(service: Service, url: str, admin_key: str, expected: dict[str, st
         "changes": dict(churn.done),
         "latency of each tenth of the time / first": [round(median / medians[0], 3) for median in medians],
         "change per hour": {name: round(slope, 4) for name, slope in sorted(resources.slopes().items())},
+        "median of each tenth of the time": dict(sorted(resources.tenths().items())),
         "at the end": {name: values[-1] for name, values in sorted(resources.series.items())},
         "wrong": [
             *traffic.wrongs,

@@ -60,6 +60,13 @@ class Resources:
             name: slope_per_hour(times_s[settled], np.array(values)[settled]) for name, values in self.series.items()
         }
 
+    def tenths(self) -> Mapping[str, list[float]]:
+        """By series, its median in each tenth of the time: shows whether a rise ends."""
+        return {
+            name: [float(np.median(part)) for part in np.array_split(values, 10) if len(part)]
+            for name, values in self.series.items()
+        }
+
     def wrongs(self) -> list[str]:
         """The series that rise too fast; empty after less than `JUDGED_S`."""
         if self.times_s[-1] - SETTLED_S < JUDGED_S:
