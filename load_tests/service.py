@@ -183,10 +183,14 @@ def free_ports(count: int) -> int:
     """The first of `count` consecutive free ports.
 
     They lie between those of Ray's workers (up to 19,999) and those that the kernel gives out (from 32,768 on): no
-    other process takes one of them before the service does, which may be a minute from now. None is given out twice.
+    other process takes one of them before the service does, which may be a minute from now. None is given out twice,
+    nor to two of pytest's workers.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_ports = (32_768 - 20_000) // max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), worker + 1)
+    lowest = 20_000 + worker * num_ports
     while True:
-        first = random.randrange(20_000, 32_768 - count)
+        first = random.randrange(lowest, lowest + num_ports - count)
         ports = range(first, first + count)
         if _given.isdisjoint(ports) and all(map(_is_free, ports)):
             _given.update(ports)

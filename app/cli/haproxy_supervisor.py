@@ -88,6 +88,7 @@ class Supervisor:
         try:
             return await self._keep_running()
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # else it ends the process until it is ignored
             loop.remove_signal_handler(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may arrive while this process exits
             self._remove_files()

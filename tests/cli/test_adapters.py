@@ -62,7 +62,8 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     for words in ("ada", "SQL=fun", "4 in 2 layers (0 to 1)", "ranks        4", "scales       -3", "F32"):
         assert words in text
-    norms = [3 * np.linalg.norm(b @ a) for (_, target), (a, b) in ARRAYS.items() if target == "q_proj"]
+    arrays = [(a, b.astype(np.float64)) for (_, target), (a, b) in ARRAYS.items() if target == "q_proj"]
+    norms = [3 * np.linalg.norm(b @ a) for a, b in arrays]
     assert f"q_proj               2  {np.mean(norms):.4g}" in text
 
 

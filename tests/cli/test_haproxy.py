@@ -133,7 +133,7 @@ async def haproxy(
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=120) as http:
             while await running_pid(path.parent) != process.pid:
                 assert process.returncode is None, "HAProxy ended"
                 await asyncio.sleep(0.05)
@@ -271,7 +271,7 @@ async def test_the_client_s_address_is_what_haproxy_sees(write: Write, trusted: 
     async with (
         ingress(answer) as port,
         haproxy(write, port, environment=environment) as door,
-        httpx.AsyncClient(base_url=door.url) as http,
+        httpx.AsyncClient(base_url=door.url, timeout=120) as http,
     ):
         assert (await http.get("/v1/models", headers=headers)).status_code == 200
     assert seen == [expected]
@@ -442,7 +442,7 @@ async def test_a_method_without_a_body_has_none_or_a_short_one(write: Write) -> 
     async def long() -> AsyncIterator[bytes]:
         yield b"{}"
 
-    async with ingress(ok) as port, quick_haproxy(write, port) as door, httpx.AsyncClient(timeout=60) as http:
+    async with ingress(ok) as port, quick_haproxy(write, port, 5) as door, httpx.AsyncClient(timeout=60) as http:
         url = f"http://127.0.0.1:{door}/v1/loras/x"
         for method in ("GET", "DELETE"):
             refused = await http.request(method, url, content=long())

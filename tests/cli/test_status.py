@@ -331,6 +331,7 @@ def test_the_doctor_says_what_this_machine_could_hold(
     demo_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 8 << 30)
     args = {"model": {"uri": str(demo_gguf)}, "adapters": {"state_dir": str(tmp_path / "state")}}
     document = {
         "http_options": {"port": free_port()},

@@ -229,7 +229,7 @@ def test_a_full_queue_is_an_error_and_a_tenant_with_less_gets_its_place(served: 
 
     def flood() -> None:
         for _ in range(MAX_QUEUED + MAX_NUM_SEQS + 2):
-            names.append(served.submit(PROMPT, max_tokens=100, tenant_id="flood"))
+            names.append(served.submit(PROMPT, max_tokens=200, tenant_id="flood"))
 
     with pytest.raises(QueueFull):
         flood()
@@ -242,17 +242,17 @@ def test_a_full_queue_is_an_error_and_a_tenant_with_less_gets_its_place(served: 
 
 
 def test_a_tenant_does_not_wait_for_another_ones_flood(served: Served) -> None:
-    flood = [served.submit(PROMPT, max_tokens=24, tenant_id="flood") for _ in range(MAX_QUEUED)]
+    flood = [served.submit(PROMPT, max_tokens=80, tenant_id="flood") for _ in range(MAX_QUEUED)]
     other = served.submit(PROMPT, tenant_id="other")
     assert served.num_ended_after(other, flood) > MAX_QUEUED // 3, "it was served before most of the flood"
 
 
 def test_batch_requests_come_last_and_leave_places(served: Served) -> None:
-    batch = [served.submit(PROMPT, max_tokens=24, is_batch=True) for _ in range(MAX_QUEUED - 4)]
+    batch = [served.submit(PROMPT, max_tokens=80, is_batch=True) for _ in range(MAX_QUEUED - 4)]
     other = served.submit(PROMPT)
     assert served.num_ended_after(other, batch) > len(batch) // 2
     for name in batch:
-        assert len(served.tokens(name)) == 24
+        assert len(served.tokens(name)) == 80
 
 
 def test_counts_and_usage_agree(served: Served) -> None:

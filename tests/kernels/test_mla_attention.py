@@ -148,7 +148,7 @@ def test_programs_equal_the_definition_and_store_what_is_new() -> None:
     first = 0
     for table, own, of_query, count in zip(tables, latents, queries, counts, strict=False):
         wanted = reference.latent_attention(of_query, own[:, :RANK], own[:, RANK:], keys, values, scale)[-count:]
-        assert relative_error(found[first : first + count], wanted) < 2e-6
+        assert relative_error(found[first : first + count], wanted) < 4e-6
         places = np.arange(len(own))
         np.testing.assert_array_equal(after[1, table[places // BLOCK], 0, places % BLOCK], own)
         first += count

@@ -8,11 +8,12 @@ name. Adapters and aliases share one namespace. Reading adapters is left to the 
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, Table, and_, insert, select, update
 
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.db.adapter_queries import (
@@ -298,7 +299,9 @@ class Catalog:
             return
         with self._database.write() as connection:
             leaving = {move.digest for move in moves if move.leaves}
-            rows = names_of_digests(connection, self._base, {move.digest for move in moves}, leaving)
+            rows = defaultdict[str, list[RowMapping]](list)
+            for row in names_of_digests(connection, self._base, {move.digest for move in moves}, leaving):
+                rows[row["digest"]].append(row)
             new_events = [
                 NewEvent(
                     move.event,
@@ -310,8 +313,8 @@ class Catalog:
                     time_s=move.time_s,
                 )
                 for move in moves
-                for row in rows
-                if row["digest"] == move.digest and (row["is_live"] or move.leaves)
+                for row in rows[move.digest]
+                if row["is_live"] or move.leaves
             ]
             record_events(connection, self._database, new_events)
 

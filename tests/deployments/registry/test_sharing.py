@@ -17,6 +17,7 @@ from app.deployments.registry.jobs import load_jobs
 from app.deployments.registry.jobs.store_leases import BEAT_INTERVAL_S, FIRST_LEASE_S, HANDOVER_S, LEASE_S
 from app.deployments.registry.models import DEFAULT_TENANT, FINAL_STATES, Registration, RegistryJob, State
 from app.deployments.registry.registry import Registry
+from app.deployments.rpc import long_poll_host
 from app.deployments.rpc.long_poll_host import Version
 from app.engine.errors import AdapterUnloaded, NotReady
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
@@ -118,7 +119,10 @@ async def test_what_one_store_changes_every_store_serves(stores: Stores) -> None
     assert a.view._entries == b.view._entries
 
 
-async def test_a_change_waits_for_the_ingresses_of_other_stores(stores: Stores) -> None:
+async def test_a_change_waits_for_the_ingresses_of_other_stores(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_poll_host, "WATCHER_GRACE_S", 600.0)
     a, b = stores.open(), stores.open()
     b.followers[0].cancel()  # its ingress asked once, and does not take over what comes
     await asyncio.gather(b.followers[0], return_exceptions=True)

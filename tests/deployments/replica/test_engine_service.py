@@ -93,12 +93,13 @@ async def test_a_hung_step_that_ends_after_all_is_not_counted_again(monkeypatch:
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     request = fake_request("r", [1, 2], sampling=sampling)
     fleet.off_table.add(other.replica_id)
-    watching = asyncio.create_task(victim.service.watch_steps(0.2))
+    watching: asyncio.Task[None] | None = None
     try:
         async with asyncio.timeout(120):
             answer = asyncio.create_task(collect(dispatcher, request))
             while victim.backend.num_steps < 3:
                 await asyncio.sleep(0.01)
+            watching = asyncio.create_task(victim.service.watch_steps(0.2))
             fleet.off_table.clear()
             assert await answer == [item.token_id for item in fake_tokens(request, None)]
             assert [each.request_id for each in other.submitted] == ["r/2"]
@@ -111,7 +112,8 @@ async def test_a_hung_step_that_ends_after_all_is_not_counted_again(monkeypatch:
                 await asyncio.sleep(0.01)
         assert list(fleet.consumed) == ["r/2"]
     finally:
-        watching.cancel()
+        if watching is not None:
+            watching.cancel()
         await dispatcher.close()
         fleet.stop()
 

@@ -6,6 +6,7 @@ dashboard runs. The registry is in PostgreSQL where its programs are installed, 
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -93,9 +94,15 @@ def _database(running: ExitStack) -> Mapping[str, str]:
     return {"POLYLORA_REGISTRY_URL": url.replace("polylora@", f"polylora:{DATABASE_PASSWORD}@", 1)}
 
 
+def paths_below(folder: Path) -> Iterator[Path]:
+    """Files and folders; unlike `Path.rglob`, without an error where a folder vanishes meanwhile."""
+    for at, folders, names in os.walk(folder):
+        yield from (Path(at) / name for name in (*folders, *names))
+
+
 def metric_lines(service: Service) -> list[str]:
     """The lines of every node's port of metrics, which Ray writes into a file."""
-    files = service.process.folder.rglob("metrics_export_port_*")
+    files = [path for path in paths_below(service.process.folder) if path.name.startswith("metrics_export_port_")]
     ports = {port for path in files if (port := path.read_text().strip())}
     return [
         line

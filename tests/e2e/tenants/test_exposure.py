@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISLNK
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
 from load_tests.process_tree import session_processes
-from tests.e2e.tenants.conftest import KEY, Keyed
+from tests.e2e.tenants.conftest import KEY, Keyed, paths_below
 
 #: 127.0.0.1 and ::ffff:127.0.0.1 as the kernel writes them.
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
@@ -44,9 +45,12 @@ def test_other_users_read_and_write_nothing(keyed: Keyed) -> None:
     state = Path(keyed.process.environment["POLYLORA_STATE_DIR"])
     for folder in (state, Path(keyed.process.environment["RAY_TMPDIR"])):
         assert folder.stat().st_mode & 0o777 == 0o700
-    written = [path for path in state.rglob("*") if not path.is_symlink()]
-    assert any(path.name == "polylora.log" for path in written)
-    assert [path for path in written if path.exists() and path.stat().st_mode & 0o077] == []
+    modes = {}
+    for path in paths_below(state):
+        with suppress(FileNotFoundError):
+            modes[path] = path.lstat().st_mode
+    assert any(path.name == "polylora.log" for path in modes)
+    assert [path for path, mode in modes.items() if mode & 0o077 and not S_ISLNK(mode)] == []
 
 
 def test_a_service_for_a_network_answers_to_its_own_name(keyed: Keyed) -> None:

@@ -26,7 +26,7 @@ from app.deployments.tenancy.auth.key_crypto import derived_salt, key_digest, ne
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT
 from tests.e2e.process import POLYLORA
-from tests.e2e.tenants.conftest import DATABASE_PASSWORD, KEY, RAY_TOKEN, Keyed, metric_lines
+from tests.e2e.tenants.conftest import DATABASE_PASSWORD, KEY, RAY_TOKEN, Keyed, metric_lines, paths_below
 
 HUB_TOKEN = f"hf_{secrets.token_hex(16)}"
 #: What an operator may ask Ray's dashboard.
@@ -228,7 +228,7 @@ def _no_http(keyed: Keyed, key: str) -> bytes:
 
 def _files(keyed: Keyed) -> Iterator[Place]:
     """Everything that the service has written: its output, logs, Ray's session, HAProxy's files, the registry's."""
-    for path in keyed.process.folder.rglob("*"):
+    for path in paths_below(keyed.process.folder):
         if path.is_file() and not path.is_symlink():
             kept = ("a salt's secret",) if ".sqlite" in path.name else ()
             with suppress(FileNotFoundError):

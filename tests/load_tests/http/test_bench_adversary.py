@@ -15,7 +15,7 @@ KEYS = {"one": "key-one", "flood": "key-flood"}
 
 
 async def test_every_case_is_measured_with_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_adversary, "LEAD_S", 0.05)
+    monkeypatch.setattr(bench_adversary, "LEAD_S", 0.5)
     monkeypatch.setattr(bench_adversary, "AFTER_S", 0.0)
     seen: dict[str, Counter[str]] = {}
     bench = Bench("", KEYS, "base", 2, 3, 4)

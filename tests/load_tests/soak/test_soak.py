@@ -61,7 +61,7 @@ def test_each_answer_is_compared_and_usage_is_bounded_by_what_was_answered(monke
     monkeypatch.setattr(Traffic, "_http", lambda _: httpx.AsyncClient(base_url="http://x", transport=transport))
     traffic = Traffic("http://x", texts, ["key"], seed=3)
     kinds, deadline_s = {*KINDS, "streamed", "wrong"}, time.monotonic() + 120
-    assert asyncio.run(traffic.capacity(2, 0.5)) > 0
+    assert asyncio.run(traffic.capacity(2, 2.0)) > 0
     while set(traffic.ended) < kinds and time.monotonic() < deadline_s:  # a busy machine sends few of them
         asyncio.run(traffic.capacity(2, 0.5))
     assert set(traffic.ended) == kinds

@@ -823,7 +823,7 @@ async def test_a_late_request_says_how_much_of_it_was_generated(make_fleet: Make
     (replica,) = fleet.replicas.values()
     dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], ignore_eos=True)
     replica.backend.max_steps = 5
-    deadline_s, arrived = asyncio.get_running_loop().time() + 2.0, list[int]()
+    deadline_s, arrived = asyncio.get_running_loop().time() + 5.0, list[int]()
 
     async def read() -> None:
         async for chunk in dispatcher.stream(request, deadline_s):

@@ -196,7 +196,7 @@ async def test_the_largest_bodies_do_not_hold_the_loop(name: str, client: httpx.
 async def test_a_step_that_takes_long_is_found() -> None:
     steps = Steps()
     with steps.watched():
-        asyncio.get_running_loop().call_soon(lambda: sum(range(5_000_000)))
+        asyncio.get_running_loop().call_soon(lambda: sum(range(50_000_000)))
         await asyncio.sleep(0.01)
     with pytest.raises(AssertionError, match="in one step"):
         steps.check()

@@ -92,7 +92,7 @@ def test_a_busy_machine_is_not_the_templates_fault(
 
 
 def test_a_slow_rendering_holds_up_no_other(sandbox: ChatTemplateSandbox) -> None:
-    sandbox._timeout_s = 4.0  # in which a second process starts and answers, on a busy machine, too
+    sandbox._timeout_s = 8.0  # in which a second process starts and answers, on a busy machine, too
     quick(sandbox)
     errors: list[InvalidRequest] = []
 

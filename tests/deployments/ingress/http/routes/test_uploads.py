@@ -180,7 +180,7 @@ async def test_weights_go_to_the_store_in_parts_and_a_client_that_leaves_leaves_
     assert (await http.put("/v1/loras/tuned/weights", content=pieces(), headers=HEADERS)).status_code == 200
     assert sizes == [5, 2], "whole pieces, and the rest"
     assert (await http.put("/v1/loras/other/weights", content=pieces(stops=True), headers=HEADERS)).status_code == 499
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(list(uploads.root.iterdir())) > 1:
             await asyncio.sleep(0.001)
 
