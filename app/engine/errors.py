@@ -168,6 +168,10 @@ class SourceError(PolyloraError):
     """Fetching from a permitted source failed."""
 
 
+class FetchAbandoned(SourceError):
+    """A fetch was ended because no caller waited for it."""
+
+
 class CheckpointError(PolyloraError):
     """A base model that cannot be loaded."""
 

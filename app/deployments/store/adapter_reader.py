@@ -112,7 +112,7 @@ class AdapterReader:
         return self._sources.host(source)
 
     def abandon(self, source: str) -> None:
-        """End downloads from this source with SourceError: no caller waits for them."""
+        """End downloads from this source with FetchAbandoned: no caller waits for them."""
         self._sources.abandon(source)
 
     def version(self, source: str, tenant_id: str = DEFAULT_TENANT) -> str:

@@ -38,6 +38,7 @@ from app.engine.errors import (
     AdapterTooLarge,
     AdapterUntrusted,
     CombinationError,
+    FetchAbandoned,
 )
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class HostAdapterCache(Generic[T]):
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust the signer.
         """
         with self._demand.waits_for(source):
-            cached = await self._from_source(source, tenant_id)
+            cached = await self._from_source(source, tenant_id, lambda: True)
         uri, card = cached.uri, cached.card
         if self._trusted.is_enabled and not is_combination(source):  # its parts were registered, so they are trusted
             try:
@@ -261,7 +262,7 @@ class HostAdapterCache(Generic[T]):
             if packed is not None:
                 cached = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
             else:
-                cached = await self._from_source(ref.uri, ref.tenant_id)
+                cached = await self._from_source(ref.uri, ref.tenant_id, lambda: key in self._requested)
                 self._events.on_move("fetched again", cached.card.digest)
             if cached.card.digest != ref.digest:
                 raise AdapterMismatch(
@@ -283,12 +284,12 @@ class HostAdapterCache(Generic[T]):
         self._events.on_move("loaded to host", ref.digest)
         return cached
 
-    async def _from_source(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
+    async def _from_source(self, source: str, tenant_id: str, is_wanted: Callable[[], bool]) -> _CachedAdapter[T]:
         """One read serves a tenant's callers with one version of a source; an overwritten local source is another
         version. Tenants share no read: it would wait behind the other reads of the tenant that asked first.
 
         Without versions, a caller that comes after a read has begun waits for the next one: the present read may be
-        older than the request.
+        older than the request. A read that is abandoned just as the caller comes is begun again if it `is_wanted`.
         """
         if is_combination(source):
             return await asyncio.shield(
@@ -300,7 +301,13 @@ class HostAdapterCache(Generic[T]):
         key = f"source:{version}:{tenant_id}:{source}"
         while not version and key in self._pending and self._read_began_s.get(key, math.inf) <= requested_s:
             await asyncio.wait([self._pending[key]])
-        return await asyncio.shield(self._single_flight(key, lambda: self._read_and_keep(key, lane, source, tenant_id)))
+        while True:
+            read = self._single_flight(key, lambda: self._read_and_keep(key, lane, source, tenant_id))
+            try:
+                return await asyncio.shield(read)
+            except FetchAbandoned:
+                if not is_wanted():
+                    raise
 
     async def _make_combination(self, source: str, tenant_id: str) -> _CachedAdapter[T]:
         """Combine parts that are fetched like any other adapter. Raises what fetching raises."""

@@ -17,7 +17,7 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.sandbox.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
-from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge, SourceError
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge, FetchAbandoned
 from tests.deployments.store.recorded_events import RecordedEvents
 from tests.fakes import fake_adapter
 
@@ -64,7 +64,7 @@ class Sources:
         if gate := self.gates.get(source):
             assert gate.wait(600)
         if source in self.abandoned:
-            raise SourceError(f"{source} was abandoned")
+            raise FetchAbandoned(f"{source} was abandoned")
         if adapter is None:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source
@@ -493,6 +493,49 @@ async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monke
     await asyncio.gather(waiting, return_exceptions=True)
     while store._demand._reading:
         await asyncio.sleep(0.001)
+    store.close()
+
+
+class EndingOnce(Sources):
+    """Its first read ends as an abandoned one when `gate` opens; `is_abandoned` once that read is to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_abandoned = threading.Event(), False
+
+    def abandon(self, source: str) -> None:  # noqa: ARG002
+        self.is_abandoned = True
+
+    def from_source(self, source: str, tenant_id: str) -> LocatedAdapter:
+        if self.reads:
+            return super().from_source(source, tenant_id)
+        self.reads.append(source)
+        assert self.gate.wait(600)
+        raise FetchAbandoned(source)
+
+
+async def test_who_asks_as_a_read_is_given_up_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request and a load: neither is refused, and nothing is remembered as a failure."""
+    monkeypatch.setattr(reads_module, "_CHECK_INTERVAL_S", 0.001)
+    sources, now_s = EndingOnce(), [0.0]
+    sources.versions["a/x"] = "one"  # callers share a read
+    store = HostAdapterCache(sources, sources.put, RecordedEvents(), max_bytes=100, clock=lambda: now_s[0])
+    digest = add(sources, "a/x").card.digest
+    ref = AdapterRef("a", digest, "t", uri="a/x")
+    assert await store.try_fetch(ref, 0.0) is None
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    now_s[0] = ABANDON_S + 1.0
+    while not sources.is_abandoned:
+        await asyncio.sleep(0.001)
+    num_asked = sources.num_asked
+    asking = asyncio.gather(store.try_fetch(ref, 600.0, again=True), store.load("a/x", "t"))
+    while sources.num_asked == num_asked:
+        await asyncio.sleep(0.001)
+    sources.gate.set()
+    handle, read = await asking
+    assert (handle, read.card.digest, store.failure(ref)) == (f"handle-{digest}", digest, None)
+    assert sources.reads == ["a/x", "a/x"]
     store.close()
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from app.deployments.rpc.background_tasks import call_in_daemon_thread
 from app.deployments.store.sources.source_resolution import Fetcher, lane_of
-from app.engine.errors import SourceError
+from app.engine.errors import FetchAbandoned, SourceError
 
 R = TypeVar("R")
 
@@ -65,11 +65,11 @@ class FetchTimeout:
         answer.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
         self._hanging_calls.leave(lane, answer)
         if unwanted in done:
-            raise SourceError(f"the fetch of {uri} was abandoned: no request waits for it")
+            raise FetchAbandoned(f"the fetch of {uri} was abandoned: no request waits for it")
         raise SourceError(f"{uri} was not fetched within adapters.source_timeout_s {self._timeout_s:g}")
 
     def abandon(self, uri: str) -> None:
-        """End running fetches of this URI with SourceError: no caller needs them."""
+        """End running fetches of this URI with FetchAbandoned: no caller needs them."""
         with self._lock:
             for unwanted in self._unwanted.get(uri, ()):
                 if not unwanted.done():
