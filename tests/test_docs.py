@@ -287,6 +287,13 @@ def test_every_failure_mode_names_tests_that_exist() -> None:
     _check_tests(rows)
 
 
+def test_every_capability_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/reference/capabilities.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| (?!capability )", line)]
+    assert len(rows) > 35
+    _check_tests(rows)
+
+
 def _check_tests(rows: list[str]) -> None:
     """The last column of each row has path::name of one test or several, which exist."""
     functions: dict[str, set[str]] = {}
