@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM
 
 from app.config import ADMIN_KEY, SECRETS_KEY
 from app.deployments.tenancy.auth.key_crypto import new_key
-from load_tests.service import free_port
+from load_tests.service import ROOT, free_port
 from tests.e2e.process import POLYLORA, ServiceProcess, polylora_serve, tiny_document
 from tests.e2e.tiny import save_tiny_model
 from tests.nightly import mark_folder
@@ -108,7 +108,12 @@ class Company:
 def polylora(*arguments: object) -> str:
     """Run a command; returns its output."""
     done = subprocess.run(
-        [*POLYLORA, *map(str, arguments)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        [*POLYLORA, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -49,7 +49,8 @@ def test_canary_promote_and_roll_back(pair: Project) -> None:
         assert {answered_by(pair, "app") for _ in range(10)} == {"b"}
         http.post("/v1/aliases/app/rollback").raise_for_status()
         assert {user: answered_by(pair, "app", user) for user in users} == of_user
-        assert [version["id"] for version in http.get("/v1/aliases/app/versions").json()["data"]] == [3, 2, 1]
+        versions = http.get("/v1/aliases/app/versions").json()["data"]
+        assert [(each["id"], each["is_in_force"]) for each in versions] == [(2, False), (1, True)]
 
 
 def test_weighted_and_registered_combinations(company: Company, pair: Project) -> None:
@@ -70,8 +71,8 @@ def test_weighted_and_registered_combinations(company: Company, pair: Project) -
     np.testing.assert_allclose(pair.logprobs("mix", TOKENS), combined("ties", density=0.5), rtol=0, atol=TOLERANCE)
 
 
-def test_a_traffic_weight_gives_an_adapter_both_replicas(company: Company) -> None:
-    """Of the operator: it takes memory from all. Nobody has asked for the adapter yet."""
+def test_a_traffic_weight_gives_an_adapter_both_replicas(company: Company, project: Project) -> None:
+    """Of the operator: it takes memory from all. One request after the other would need one replica."""
     save_adapter(company.loras / "busy", rank=4, seed=75)
     with company.admin() as http:
         body = {"name": "busy", "path": "busy", "traffic_weight": 100, "wait": True}
@@ -79,4 +80,5 @@ def test_a_traffic_weight_gives_an_adapter_both_replicas(company: Company) -> No
         deadline_s = time.monotonic() + 300
         while len(http.get("/v1/loras/busy").json()["residency"]["replicas"]) < 2:
             assert time.monotonic() < deadline_s
+            assert answered_by(project, "busy") == "busy"
             time.sleep(0.2)

@@ -15,7 +15,7 @@ from tests.e2e.tiny import save_adapter, save_tiny_model
 #: By day tests/deployments/object_storage/test_batches.py has batches of runners that died.
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
-NUM_LINES = 600
+NUM_LINES = 2000
 
 
 def test_a_batch_survives_a_restart(tmp_path: Path) -> None:
@@ -29,6 +29,7 @@ def test_a_batch_survives_a_restart(tmp_path: Path) -> None:
         texts = [complete(http, name) for name in "ab"]
         batch_id = begin_batch(http)
         until(lambda: status(http, batch_id)["request_counts"]["completed"] > 0)
+        assert status(http, batch_id)["request_counts"]["completed"] < NUM_LINES
         process.kill_everything()
     process = start(tmp_path)
     try:
