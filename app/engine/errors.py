@@ -31,6 +31,7 @@
       ConfigError             a configuration that contradicts itself             (at start)
         OutOfDeviceMemory     weights, KV blocks and adapters exceed the device's memory
       EngineFailure           the engine died; its streams end with this          (500)
+        PoisonRequest           engines died over this very request
 
 A message gives the offending value, the limit and the way out. The table of HTTP codes is in `app.deployments.ingress`;
 the numbers above are for the reader.
@@ -193,3 +194,7 @@ class EngineFailure(PolyloraError):
     def __init__(self, message: str, *, computing: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.computing = frozenset(computing)
+
+
+class PoisonRequest(EngineFailure):
+    """Engines failed when they computed this request, and it is not given to another one."""

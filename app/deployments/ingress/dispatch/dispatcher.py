@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
 from app.deployments.ingress.dispatch.replica_connections import ReplicaConnections
 from app.deployments.ingress.dispatch.stream import Stream
-from app.engine.errors import EngineFailure, PolyloraError, QueueFull
+from app.deployments.registry.jobs.failure_backoff import FailureBackoff
+from app.engine.errors import AdapterQuarantined, EngineFailure, NotReady, PoisonRequest, PolyloraError, QueueFull
 from app.engine.request import GenerateRequest, RequestUsage, TokenChunk, Usage
 
 #: Texts of one caller that are embedded at a time; the rest wait in the caller, not in an engine's queue.
@@ -103,6 +104,32 @@ def _refusal_key(request: GenerateRequest) -> tuple[str, str | None]:
     return request.tenant_id, None if request.adapter is None else request.adapter.digest
 
 
+class PoisonRequests:
+    """Requests over which engines failed. Each costs two engines, so for a while, which doubles each time, none like it
+    is tried: of the same tenant for the same adapter, or for the base model with the same prompt.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._backoff = FailureBackoff(clock)
+
+    def add(self, request: GenerateRequest) -> None:
+        self._backoff.record_failure(_poison_key(request), "engines failed")
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises AdapterQuarantined, or NotReady for a request to the base model."""
+        if not (left_s := self._backoff.left_s(_poison_key(request))):
+            return
+        again = f"engines failed over a request like this one; the next one is computed in {math.ceil(left_s)} s"
+        if request.adapter is None:
+            raise NotReady(again, retry_after_s=left_s)
+        raise AdapterQuarantined(f"adapter {request.adapter.name!r}: {again}", retry_after_s=left_s)
+
+
+def _poison_key(request: GenerateRequest) -> str:
+    what = hash(request.token_ids) if request.adapter is None else request.adapter.digest
+    return f"{request.tenant_id} {what}"
+
+
 class Dispatcher:
     """All streams of one ingress process, on one event loop."""
 
@@ -115,6 +142,7 @@ class Dispatcher:
         self.connections = connections
         self.cold = cold
         self.refusals = RecentRefusals()
+        self.poison = PoisonRequests()
 
     async def stream(
         self,
@@ -126,9 +154,10 @@ class Dispatcher:
         """Chunks of one request; the last one has a finish reason. `on_assigned` is called when a replica has it.
         `num_sequences`: how many the client's request has.
 
-        Raises NotReady, QueueFull, EngineFailure, DeadlineExceeded. Closing the generator aborts the sequence.
-        `deadline_s` is on the event loop's clock.
+        Raises NotReady, QueueFull, EngineFailure, AdapterQuarantined, DeadlineExceeded. Closing the generator aborts
+        the sequence. `deadline_s` is on the event loop's clock.
         """
+        self.poison.check(request)
         stream = Stream(request, deadline_s)
         self.cold.enter(stream)
         timer = None
@@ -143,6 +172,8 @@ class Dispatcher:
                 if isinstance(item, TokenChunk):
                     if not stream.received:
                         self.cold.leave(stream)
+                    if isinstance(item.error, PoisonRequest):
+                        self.poison.add(request)
                     stream.on_chunk(item)
                     yield item
                 elif isinstance(item, PolyloraError):
@@ -179,7 +210,11 @@ class Dispatcher:
         await self.connections.close()
 
     async def _attempt(self, stream: Stream) -> None:
-        stream.begin_attempt()
+        try:
+            stream.begin_attempt()
+        except PoisonRequest:
+            self.poison.add(stream.request)
+            raise
         try:
             async with asyncio.timeout_at(stream.deadline_s if stream.deadline_s < math.inf else None):
                 await self._batcher.assign(stream)

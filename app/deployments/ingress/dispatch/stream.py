@@ -21,7 +21,7 @@ from app.deployments.rpc.transport import EngineFailed
 from app.engine.errors import (
     AdapterPoolFull,
     DeadlineExceeded,
-    EngineFailure,
+    PoisonRequest,
     PolyloraError,
     QueueFull,
     ServerOverloaded,
@@ -149,9 +149,9 @@ class Stream:
         )
 
     def begin_attempt(self) -> None:
-        """Start another attempt. Raises EngineFailure if too many replicas died with the stream."""
+        """Start another attempt. Raises PoisonRequest if too many replicas died with the stream."""
         if self.num_losses >= MAX_LOSSES:
-            raise EngineFailure(
+            raise PoisonRequest(
                 f"request {self.request.request_id} was on {MAX_LOSSES} replicas when they died; giving up on it"
             )
         self.attempt += 1
@@ -215,7 +215,7 @@ class Stream:
         """The current attempt's engine failed: request another attempt, unless this request is the cause."""
         if failure.culprit == self.attempt_id:
             self.fail(
-                EngineFailure(
+                PoisonRequest(
                     f"request {self.request.request_id} was being computed when {self.num_failures + 1} engines "
                     "failed, the last time as the only suspect; giving up on it"
                 )

@@ -43,13 +43,15 @@ class FailureBackoff:
     def get(self, key: str) -> Failure | None:
         return self._failures.get(key)
 
+    def left_s(self, key: str) -> float:
+        """Seconds until `key` may be tried again; 0 if it may."""
+        failure = self._failures.get(key)
+        return 0.0 if failure is None else max(failure.until_s - self._clock(), 0.0)
+
     def check(self, key: str, what: str) -> None:
         """Raises AdapterQuarantined if `key` must not be tried yet; `what` names it in the message."""
-        failure = self._failures.get(key)
-        if failure is None:
-            return
-        left_s = failure.until_s - self._clock()
-        if left_s > 0:
+        failure, left_s = self._failures.get(key), self.left_s(key)
+        if failure is not None and left_s > 0:
             times = "" if failure.num_failures == 1 else f" ({failure.num_failures} times in a row)"
             raise AdapterQuarantined(
                 f"{what} failed to load{times}: {failure.reason}; it is tried again in {math.ceil(left_s)} s, "

@@ -13,13 +13,27 @@ import pytest
 import pytest_asyncio
 
 from app.config import PlacementConfig
-from app.deployments.ingress.dispatch.dispatcher import MAX_HELD_BACK, MAX_REFUSALS, Dispatcher, RecentRefusals
+from app.deployments.ingress.dispatch.dispatcher import (
+    MAX_HELD_BACK,
+    MAX_REFUSALS,
+    Dispatcher,
+    PoisonRequests,
+    RecentRefusals,
+)
 from app.deployments.ingress.dispatch.stream import MAX_LOSSES, Loss, Stream
 from app.deployments.placement.replica_choice import make_policy
 from app.deployments.rpc.transport import EngineFailed, Frame, ReplicaUnreachable
 from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
+from app.engine.errors import (
+    AdapterQuarantined,
+    DeadlineExceeded,
+    EngineFailure,
+    InvalidRequest,
+    NotReady,
+    PoisonRequest,
+    QueueFull,
+)
 from app.engine.request import GenerateRequest, RequestUsage, SamplingParams, TokenChunk
 from tests.deployments.fleet import FakeReplica, Fleet
 from tests.fakes import fake_adapter, fake_request, fake_tokens
@@ -641,6 +655,45 @@ async def test_a_request_that_engines_fail_over_takes_two_of_them_and_no_other_r
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 2
     assert fleet.view.num_replicas == 2
     assert dispatcher.connections.loads.own == {}
+    await dispatcher.close()
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+async def test_after_it_none_like_it_costs_an_engine_for_a_while(make_fleet: MakeFleet, has_adapter: bool) -> None:
+    """Like it are the tenant's requests for the adapter, or for the base model those with the prompt."""
+    fleet, now_s = make_fleet(4), 0.0
+    dispatcher = fleet.dispatcher()
+    dispatcher.poison = PoisonRequests(lambda: now_s)
+    adapter = fake_adapter("bad", 8) if has_adapter else None
+    if adapter is not None:
+        fleet.adapters[adapter.card.digest] = adapter
+    poison = make_request("poison", [1, 2, 3], adapter, ignore_eos=True)
+    poison = replace(poison, sampling=replace(poison.sampling, top_k=13))
+    for replica in fleet.replicas.values():
+        replica.backend.fails_over = lambda batch: bool((batch.sampling.top_k == 13).any())
+
+    def num_failed() -> int:
+        return sum(replica.thread.failure is not None for replica in fleet.replicas.values())
+
+    assert isinstance((await collect(dispatcher, poison))[1].error, PoisonRequest)
+    assert num_failed() == 2
+    with pytest.raises(
+        AdapterQuarantined if has_adapter else NotReady, match="the next one is computed in 5 s"
+    ) as caught:
+        await collect(dispatcher, replace(poison, request_id="again"))
+    assert caught.value.retry_after_s == 5.0
+    assert num_failed() == 2
+    other_prompt = make_request("other prompt", [1, 2], adapter)
+    if has_adapter:
+        with pytest.raises(AdapterQuarantined, match="adapter 'bad'"):
+            await collect(dispatcher, other_prompt)
+    else:
+        assert (await collect(dispatcher, other_prompt))[0] == expected(other_prompt)
+    of_another = replace(make_request("another tenant", [1, 2, 3], adapter), tenant_id="another")
+    assert (await collect(dispatcher, of_another))[0] == expected(of_another, adapter)
+    now_s = 5.0
+    again = make_request("mended", [1, 2, 3], adapter)
+    assert (await collect(dispatcher, again))[0] == expected(again, adapter)
     await dispatcher.close()
 
 
