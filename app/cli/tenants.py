@@ -220,17 +220,23 @@ def _usage(service: ApiClient, arguments: argparse.Namespace) -> Result:
         }
         | ({} if arguments.project is None else {"project_ids[]": arguments.project})
     )
-    answer = service.call("GET", f"/v1/organization/usage/completions?{query}")
+    pages = [service.call("GET", f"/v1/organization/usage/{kind}?{query}") for kind in ("completions", "embeddings")]
+    answer = pages[0] | {"data": [bucket for page in pages for bucket in page["data"]]}
     lines = [
-        f"{time.strftime('%H:%M', time.gmtime(bucket['start_time']))}  {result['model']}: "
-        f"{result['num_model_requests']} requests, {result['input_tokens']} tokens in "
-        f"({result['input_cached_tokens']} cached), {result['output_tokens']} out"
+        f"{time.strftime('%H:%M', time.gmtime(bucket['start_time']))}  {_usage_text(result)}"
         for bucket in answer["data"]
         for result in bucket["results"]
     ]
     if not lines and arguments.project not in (None, DEFAULT_TENANT):
         service.call("GET", f"/v1/tenants/{_quote(arguments.project)}")  # an error for a project that is not there
     return answer, lines or ["nothing was used"]
+
+
+def _usage_text(result: Mapping[str, Any]) -> str:
+    text = f"{result['model']}: {result['num_model_requests']} requests, {result['input_tokens']} tokens in"
+    if "output_tokens" not in result:
+        return text + ", embedded"
+    return text + f" ({result['input_cached_tokens']} cached), {result['output_tokens']} out"
 
 
 def _one(method: str, path: str, words: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -7,6 +7,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from email.message import Message
 from io import BytesIO
@@ -16,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from app.cli import tenants
 from app.cli.main import main
 from app.config import ADMIN_KEY
 from app.deployments.ingress.http.app import make_app
@@ -85,6 +87,30 @@ async def test_a_project_that_is_not_there_has_not_used_nothing(run: Run, capsys
     assert capsys.readouterr().out == "nothing was used\n"
     assert await asyncio.to_thread(main, ["usage", "--url", "http://test", "nope"]) == 1
     assert "there is no project 'nope'" in capsys.readouterr().err
+
+
+def test_usage_of_embeddings_is_shown_beside_that_of_answers() -> None:
+    answered = {
+        "model": "sql",
+        "num_model_requests": 2,
+        "input_tokens": 9,
+        "input_cached_tokens": 4,
+        "output_tokens": 5,
+    }
+    embedded = {"model": "base", "num_model_requests": 1, "input_tokens": 3}
+    pages = {"completions": [answered], "embeddings": [embedded]}
+
+    class Api:
+        def call(self, _: str, path: str) -> dict[str, Any]:
+            kind = path.partition("?")[0].rpartition("/")[2]
+            return {"object": "page", "data": [{"start_time": 3600, "results": pages[kind]}]}
+
+    answer, lines = tenants._usage(Api(), Namespace(project=None))  # type: ignore[arg-type]
+    assert lines == [
+        "01:00  sql: 2 requests, 9 tokens in (4 cached), 5 out",
+        "01:00  base: 1 requests, 3 tokens in, embedded",
+    ]
+    assert [bucket["results"] for bucket in answer["data"]] == [[answered], [embedded]]
 
 
 async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureFixture[str], service: Service) -> None:

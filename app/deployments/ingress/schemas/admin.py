@@ -270,7 +270,8 @@ ResultT = TypeVar("ResultT", bound=ResponseModel)
 
 
 class CompletionsUsage(ResponseModel):
-    """Columns that are not grouped by are null."""
+    """Columns that are not grouped by are null. Beside OpenAI's fields: what adapters' loads to devices, rank rows and
+    KV blocks took."""
 
     object: Literal["organization.usage.completions.result"]
     project_id: str | None
@@ -282,6 +283,10 @@ class CompletionsUsage(ResponseModel):
     input_uncached_tokens: int
     output_tokens: int
     num_model_requests: int
+    num_adapter_loads: int
+    adapter_load_bytes: int
+    rank_row_seconds: float
+    kv_block_seconds: float
     batch: None
     service_tier: None
 

@@ -28,7 +28,7 @@ REQUEST: Ignored = {
     **_any("""
         metadata store safety_identifier service_tier prompt_cache_key prompt_cache_options prompt_cache_retention
         cache_prompt cache_salt caching client_metadata litellm_metadata litellm_call_id request_id rid session_id trace
-        timeout thinking_token_budget
+        timeout
     """),
     **_REASONING,
     # vLLM, SGLang

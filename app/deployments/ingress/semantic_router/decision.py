@@ -12,7 +12,7 @@ ROUTE_HEADER = "X-Polylora-Route"
 
 
 class ScoredAdapter(NamedTuple):
-    """An adapter and the cosine of its description and the prompt."""
+    """An adapter and how well its description fits the prompt: a cosine, or the mean of two (`candidates`)."""
 
     name: str
     owner_id: str

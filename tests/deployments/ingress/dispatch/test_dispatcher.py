@@ -677,9 +677,8 @@ async def test_after_it_none_like_it_costs_an_engine_for_a_while(make_fleet: Mak
 
     assert isinstance((await collect(dispatcher, poison))[1].error, PoisonRequest)
     assert num_failed() == 2
-    with pytest.raises(
-        AdapterQuarantined if has_adapter else NotReady, match="the next one is computed in 5 s"
-    ) as caught:
+    refusal: type[AdapterQuarantined | NotReady] = AdapterQuarantined if has_adapter else NotReady
+    with pytest.raises(refusal, match="the next one is computed in 5 s") as caught:
         await collect(dispatcher, replace(poison, request_id="again"))
     assert caught.value.retry_after_s == 5.0
     assert num_failed() == 2

@@ -446,6 +446,15 @@ async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
     groups = {(result.project_id, result.model): result for result in results}  # type: ignore[union-attr]
     assert set(groups) == {(org.ids["ada"], "base"), (org.ids["ada"], "sql"), (org.ids["bob"], "base")}
     assert all(result.num_model_requests == 1 for result in groups.values())  # type: ignore[union-attr]
+    ledger, took = await used(org.service), [result.model_extra or {} for result in groups.values()]
+    for field, counted in (
+        ("num_adapter_loads", ledger.num_loads),
+        ("adapter_load_bytes", ledger.load_bytes),
+        ("rank_row_seconds", ledger.rank_row_ms / 1000),
+        ("kv_block_seconds", ledger.kv_block_ms / 1000),
+    ):
+        assert sum(each[field] for each in took) == pytest.approx(counted)
+    assert ledger.num_loads == 1
     (day,) = (await admin.usage.completions(start_time=start, project_ids=[org.ids["ada"]])).data[-1:]
     (total,) = day.results
     assert total.object == "organization.usage.completions.result"

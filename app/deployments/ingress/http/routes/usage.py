@@ -184,6 +184,10 @@ def _completions(sums: Sequence[Sum]) -> list[dict[str, Any]]:
             "input_uncached_tokens": usage.prompt_tokens - usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
             "num_model_requests": usage.num_requests,
+            "num_adapter_loads": usage.num_loads,
+            "adapter_load_bytes": usage.load_bytes,
+            "rank_row_seconds": usage.rank_row_ms / 1000,
+            "kv_block_seconds": usage.kv_block_ms / 1000,
             "batch": None,
             "service_tier": None,
         }

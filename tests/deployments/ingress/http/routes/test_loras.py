@@ -209,6 +209,16 @@ async def test_weights_whose_sum_is_no_number_are_refused_and_change_nothing(htt
     assert await ids(http, "/v1/loras") == ["new", "sql"]
 
 
+async def test_lists_ask_no_other_process(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.managed.client.load_and_wait(wanted("a", "new"))
+    monkeypatch.setattr(service.adapter_admin, "store", None)
+    for route, first in (("/v1/models", "base"), ("/v1/loras", "a")):
+        assert (await ids(http, route))[:1] == [first]
+    assert (await http.get("/v1/models/a")).status_code == 200
+
+
 async def test_lists_have_pages(http: httpx.AsyncClient, service: Service) -> None:
     for index in range(5):
         await service.managed.client.load_and_wait(wanted(f"a{index}", "new"))
