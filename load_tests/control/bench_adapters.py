@@ -95,7 +95,7 @@ class _Service:
         counts, events = TierCounters(), TierEvents()
         uploads = Uploads(folder / "state" / "uploads", adapters.disk_cache_bytes, time.monotonic)
         self.library: AdapterReader = open_adapter_reader(
-            adapters, checkpoint, FEATURES, counts, events, uploads=uploads.root
+            adapters, checkpoint, FEATURES, counts, events, uploads=uploads.folder
         )
         self.registry = open_registry(settings, checkpoint.spec.digest)
         self.store: HostAdapterCache[PackedAdapter] = HostAdapterCache(

@@ -219,13 +219,13 @@ def open_adapter_reader(
     events: TierEvents,
     *,
     pinned: Collection[str] = (),
-    uploads: Path | None = None,
+    uploads: Callable[[str], Path | None] = lambda _: None,
     own_token: OwnToken = no_token,
 ) -> AdapterReader:
     """The configured sources, the disk tier in `state_dir`, and a reader process. Raises ConfigError.
 
     `events` receives the progress of reading and what leaves the disk. `pinned`: digests that stay on disk. `uploads`:
-    the folder of uploaded adapters. `own_token`: a project's own token for the hub.
+    the folder of an uploaded adapter, by its digest. `own_token`: a project's own token for the hub.
     """
     spec = checkpoint.spec
     root = Path(config.state_dir).resolve() / f"adapters-{spec.digest[:12]}"
@@ -260,7 +260,7 @@ def open_sources(
     *,
     base_name: str,
     reserve: Reserve = unbounded,
-    uploads: Path | None = None,
+    uploads: Callable[[str], Path | None] = lambda _: None,
     own_token: OwnToken = no_token,
 ) -> Sources:
     """URLs first, then the custom fetcher or the hub, each with a timeout. Raises ConfigError if the fetcher cannot be

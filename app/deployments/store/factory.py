@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
-from app.config import AdaptersConfig, AppConfig
+from app.config import AdaptersConfig, AppConfig, registry_place
 from app.deployments.registry.jobs.auto_registration import AutoRegistration, ResolverSettings
 from app.deployments.registry.jobs.failure_backoff import FailureBackoff
 from app.deployments.registry.jobs.lazy_registrations import LazyRegistrations
@@ -28,6 +28,7 @@ from app.deployments.store.host_cache import HostAdapterCache
 from app.deployments.store.service import StoreParts
 from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.tier_counters import TierCounters
+from app.deployments.store.upload_copies import UploadCopies
 from app.deployments.store.uploads import Uploads
 from app.deployments.tenancy.auth.project_store import AdapterQuota, ProjectStore
 from app.engine.adapters.sandbox.packing import PackedAdapter
@@ -72,7 +73,9 @@ class ConfiguredStore(Generic[H]):
         self._settings = config.for_store.model_dump_json()
         self._registry.reconfigure(PinLimits.of(config), (config.model.name,))
         uploads = Path(config.adapters.state_dir).expanduser().resolve() / "uploads" / config.store_key
-        self._uploads = Uploads(uploads, config.adapters.disk_cache_bytes, time.monotonic)
+        is_on_one_machine = registry_place(config.adapters).startswith("file ")
+        copies = None if is_on_one_machine else UploadCopies(self._registry.database)
+        self._uploads = Uploads(uploads, config.adapters.disk_cache_bytes, time.monotonic, copies)
         self._events = TierEvents()  # first: the tiers send to it, the registry follows it
         adapters = config.adapters
         self._store = HostAdapterCache(
@@ -143,7 +146,7 @@ class ConfiguredStore(Generic[H]):
             self._counts,
             self._events,
             pinned=pinned,
-            uploads=self._uploads.root,
+            uploads=self._uploads.folder,
             own_token=ProjectStore(self._registry.database, base_digest=self._tenants_digest).hub_token,
         )
 

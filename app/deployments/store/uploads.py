@@ -3,7 +3,8 @@
 Their source is `upload://<digest>`, which is read like a folder under the roots. An upload arrives in parts in a
 temporary folder, which is flushed and renamed, so what has a digest for a name is complete. An upload without
 references for `GRACE_S` is removed, unless it is being loaded; the grace is for requests that began with an older
-generation. One without a new part for `ARRIVAL_S` is discarded. Called from any thread.
+generation. One without a new part for `ARRIVAL_S` is discarded. With a database that other machines reach, uploads
+have copies in it, and the folder is a cache of those. Called from any thread.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from app.deployments.registry.models import UPLOADED
+from app.deployments.store.upload_copies import UploadCopies
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.errors import AdapterTooLarge, NotReady, QueueFull
@@ -47,8 +49,11 @@ class Uploads:
     """One process's; those of services that share a registry on one machine share the folder. `clock` gives monotonic
     seconds; `max_bytes` limits the uploads that this process knows together."""
 
-    def __init__(self, root: Path, max_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, root: Path, max_bytes: int, clock: Callable[[], float], copies: UploadCopies | None = None
+    ) -> None:
         self.root = root
+        self._copies = copies
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -103,6 +108,8 @@ class Uploads:
                 with self._lock:
                     self._publish(upload.folder, digest)
                     self._size_bytes[digest] = upload.size_bytes
+                if self._copies is not None:
+                    self._copies.add(digest, self.root / digest)
             self.discard(upload_id)
             yield UPLOADED + digest
         finally:
@@ -110,6 +117,16 @@ class Uploads:
                 self._loading[digest] -= 1
                 if not self._loading[digest]:
                     del self._loading[digest]
+
+    def folder(self, digest: str) -> Path | None:
+        """The files of an upload, restored from their copy if they are not here; None if there is none.
+
+        Raises NotReady if the copy cannot be read or written here.
+        """
+        path = self.root / digest
+        if not path.is_dir() and self._copies is not None:
+            self._restore(digest, self._copies)
+        return path if path.is_dir() else None
 
     def discard(self, upload_id: str) -> None:
         """Remove an upload that has not ended; no effect on others."""
@@ -119,8 +136,11 @@ class Uploads:
             shutil.rmtree(upload.folder, ignore_errors=True)
 
     def sweep(self, referenced: Collection[str]) -> int:
-        """Remove uploads that were unreferenced for `GRACE_S`; returns their number. `referenced`: sources in use."""
+        """Remove uploads that were unreferenced for `GRACE_S`, and copy those that are not copied yet; returns how many
+        were removed. `referenced`: sources in use. Raises NotReady.
+        """
         now_s = self._clock()
+        copied = frozenset[str]() if self._copies is None else self._copies.digests()
         with self._lock:
             late = [upload_id for upload_id, each in self._arriving.items() if now_s - each.used_s >= ARRIVAL_S]
             own = {each.folder for each in self._arriving.values()}
@@ -130,12 +150,19 @@ class Uploads:
             if folder not in own and _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
-            unreferenced = [digest for digest in self._size_bytes if UPLOADED + digest not in referenced]
+            known = self._size_bytes.keys() | copied
+            unreferenced = [digest for digest in known if UPLOADED + digest not in referenced]
             unreferenced = [digest for digest in unreferenced if digest not in self._loading]
             self._unreferenced_s = {digest: self._unreferenced_s.get(digest, now_s) for digest in unreferenced}
             expired = [digest for digest, since_s in self._unreferenced_s.items() if now_s - since_s >= GRACE_S]
             for digest in expired:
                 self._remove(digest)
+            missing = [digest for digest in self._size_bytes.keys() - copied if UPLOADED + digest in referenced]
+        if self._copies is not None:
+            for digest in copied.intersection(expired):
+                self._copies.remove(digest)
+            for digest in missing:  # of a release that made no copies
+                self._copies.add(digest, self.root / digest)
         return len(expired)
 
     def _upload(self, upload_id: str) -> _Arriving:
@@ -189,6 +216,21 @@ class Uploads:
                 retry_after_s=5,
             ) from error
 
+    def _restore(self, digest: str, copies: UploadCopies) -> None:
+        arriving = self.root / f"{secrets.token_hex(16)}{_PART}"
+        try:
+            arriving.mkdir()
+            if copies.restore(digest, arriving) and _digest(arriving) == digest:
+                with self._lock:
+                    self._size_bytes[digest] = _size_bytes(arriving)
+                    self._publish(arriving, digest)
+        except OSError as error:
+            raise NotReady(
+                f"an uploaded adapter cannot be written to adapters.state_dir ({error.strerror})", retry_after_s=5
+            ) from error
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
+
     def _publish(self, arrived: Path, digest: str) -> None:
         try:
             arrived.rename(self.root / digest)
@@ -198,7 +240,7 @@ class Uploads:
 
     def _remove(self, digest: str) -> None:
         shutil.rmtree(self.root / digest, ignore_errors=True)
-        del self._size_bytes[digest]
+        self._size_bytes.pop(digest, None)
         self._unreferenced_s.pop(digest, None)
 
 

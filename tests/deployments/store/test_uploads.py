@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import delete
 
+from app.deployments.registry.db.database import Database, sqlite_url
+from app.deployments.registry.db.storage_tables import file_parts
 from app.deployments.registry.models import UPLOADED
+from app.deployments.store import upload_copies
 from app.deployments.store.sources.source_resolution import LocalSource, Sources
+from app.deployments.store.upload_copies import UploadCopies
 from app.deployments.store.uploads import ARRIVAL_S, GRACE_S, Uploads
 from app.engine.errors import AdapterTooLarge, NotFound, NotReady, QueueFull, UnsafeSource
 from tests.deployments.managed import complete_upload
@@ -34,7 +40,7 @@ def uploads(tmp_path: Path, clock: Clock) -> Uploads:
 
 
 def test_an_upload_is_a_source_by_its_contents(uploads: Uploads) -> None:
-    sources = Sources([], uploads=uploads.root)
+    sources = Sources([], uploads=uploads.folder)
     with complete_upload(uploads, b"{}", b"weights") as source, complete_upload(uploads, b"{}", b"weights") as again:
         assert source == again
         place = sources.locate(source)
@@ -53,9 +59,9 @@ def test_an_upload_is_a_source_by_its_contents(uploads: Uploads) -> None:
 @pytest.mark.parametrize("name", ["", "../x", "A" * 64, "a" * 63, "a" * 64 + "/..", "a" * 64 + "\n"])
 def test_nothing_else_is_one(uploads: Uploads, name: str) -> None:
     with pytest.raises(UnsafeSource):
-        Sources([uploads.root], uploads=uploads.root).locate(UPLOADED + name)
+        Sources([uploads.root], uploads=uploads.folder).locate(UPLOADED + name)
     with pytest.raises(NotFound):
-        Sources([], uploads=uploads.root).locate(UPLOADED + "a" * 64)
+        Sources([], uploads=uploads.folder).locate(UPLOADED + "a" * 64)
 
 
 def test_what_nothing_names_goes_after_a_while(uploads: Uploads, clock: Clock) -> None:
@@ -162,3 +168,69 @@ def test_one_tenant_s_arriving_uploads_leave_half_of_the_room(uploads: Uploads) 
     uploads.write(other, 0, bytes(48))
     uploads.discard(first)
     uploads.write(second, 0, bytes(40))
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadCopies]:
+    monkeypatch.setattr(upload_copies, "PART_BYTES", 8)
+    database = Database(sqlite_url(tmp_path / "registry.sqlite"), "base")
+    yield UploadCopies(database)
+    database.close()
+
+
+def test_another_machine_has_what_was_uploaded_here(tmp_path: Path, clock: Clock, copies: UploadCopies) -> None:
+    here, there = (Uploads(tmp_path / name, 1000, clock, copies) for name in ("here", "there"))
+    weights = os.urandom(21)
+    with complete_upload(here, b"{}", weights) as source:
+        digest = source.removeprefix(UPLOADED)
+    found = Sources([], uploads=there.folder).locate(source)
+    assert isinstance(found, LocalSource)
+    assert (found.path / "adapter_config.json").read_bytes() == b"{}"
+    assert (found.path / "adapter_model.safetensors").read_bytes() == weights
+    assert {folder.name for folder in there.root.iterdir()} == {digest}
+    for now_s in (0.0, GRACE_S):
+        clock.now_s = now_s
+        for uploads in (here, there):
+            uploads.sweep({source})
+    assert copies.digests() == {digest}
+    for now_s in (GRACE_S, 2 * GRACE_S):
+        clock.now_s = now_s
+        there.sweep(())
+    assert copies.digests() == set()
+    assert there.folder(digest) is None
+    here.sweep({source})
+    assert copies.digests() == {digest}, "what is in use is copied, whoever removed the copy or never made one"
+
+
+def test_a_copy_that_is_incomplete_or_damaged_is_none(tmp_path: Path, clock: Clock, copies: UploadCopies) -> None:
+    here = Uploads(tmp_path / "here", 1000, clock, copies)
+    digests = []
+    for content in (b"a", b"b"):
+        with complete_upload(here, b"{}", content * 16) as source:
+            digests.append(source.removeprefix(UPLOADED))
+    with copies._database.write() as connection:
+        connection.execute(delete(file_parts).where(file_parts.c.file_id == digests[0], file_parts.c.number == 0))
+        connection.execute(delete(file_parts).where(file_parts.c.file_id == digests[1], file_parts.c.number == 2))
+    there = Uploads(tmp_path / "there", 1000, clock, copies)
+    assert [there.folder(digest) for digest in digests] == [None, None]
+    assert list(there.root.iterdir()) == []
+    with complete_upload(here, b"{}", b"a" * 16):
+        assert there.folder(digests[0]) is not None, "uploaded again, it is copied again"
+
+
+def test_a_disk_that_takes_no_copy_says_so(
+    tmp_path: Path, clock: Clock, copies: UploadCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = (Uploads(tmp_path / name, 1000, clock, copies) for name in ("here", "there"))
+    with complete_upload(here, b"{}", b"weights") as source:
+        digest = source.removeprefix(UPLOADED)
+
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "restore", full)
+        with pytest.raises(NotReady, match="No space left on device"):
+            there.folder(digest)
+    assert list(there.root.iterdir()) == []
+    assert there.folder(digest) is not None

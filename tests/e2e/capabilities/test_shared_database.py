@@ -41,6 +41,14 @@ def test_what_one_loads_replaces_and_unloads_the_other_serves(tmp_path: Path) ->
             texts.add(text)
         assert len(texts) == 2
         services[0].delete("/v1/loras/sql").raise_for_status()
+        parts = {
+            kind: (tmp_path / "loras" / "one" / name).read_bytes()
+            for kind, name in (("config", "adapter_config.json"), ("weights", "adapter_model.safetensors"))
+        }
+        services[0].put("/v1/loras/up/weights", files=parts).raise_for_status()
+        answers = [service.post("/v1/completions", json=BODY | {"model": "up"}) for service in services]
+        (text,) = {answer.raise_for_status().json()["choices"][0]["text"] for answer in answers}
+        assert text in texts
         assert [service.post("/v1/completions", json=BODY).status_code for service in services] == [404, 404]
 
 

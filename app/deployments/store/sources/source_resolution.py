@@ -83,7 +83,7 @@ class RemoteSource(NamedTuple):
 class Sources:
     """The sources of one service. `roots` are local folders; the first fetcher that accepts a URI gets it.
 
-    `abandon` ends running fetches of a URI. `uploads`: the folder of uploaded adapters.
+    `abandon` ends running fetches of a URI. `uploads`: the folder of an uploaded adapter, by its digest, if it is here.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Sources:
         roots: Sequence[Path],
         fetchers: Sequence[Fetcher] = (),
         abandon: Callable[[str], None] = lambda _: None,
-        uploads: Path | None = None,
+        uploads: Callable[[str], Path | None] = lambda _: None,
     ) -> None:
         self._roots = roots
         self._fetchers = fetchers
@@ -115,9 +115,9 @@ class Sources:
             path = resolve_adapter_path(source, self._roots)
             return LocalSource(str(path), path)
         upload = _UPLOAD.fullmatch(source)
-        if upload is not None and self._uploads is not None:
-            path = self._uploads / upload["digest"]
-            if not path.is_dir():
+        if upload is not None:
+            path = self._uploads(upload["digest"])
+            if path is None:
                 raise NotFound(f"{source} is not among the uploads of this machine; upload the weights again")
             return LocalSource(source, path)
         match = _PLAIN_URI.fullmatch(source) or OCI_URI.fullmatch(source)
