@@ -268,7 +268,7 @@ def open_sources(
 
     The environment may set LORA_HF_TOKEN, LORA_DOWNLOADER_PLUGIN and DOCKER_CONFIG. `reserve` reserves disk space for
     announced sizes; a custom fetcher announces none. `base_name`: the base model's name for clients, for the fetcher.
-    `uploads`: the folder of uploaded adapters.
+    `uploads`: the folder of an uploaded adapter, by its digest.
     """
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s

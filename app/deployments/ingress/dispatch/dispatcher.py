@@ -111,13 +111,15 @@ class PoisonRequests:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._backoff = FailureBackoff(clock)
+        self._has_any = False  # usually, and then no request's key is computed
 
     def add(self, request: GenerateRequest) -> None:
+        self._has_any = True
         self._backoff.record_failure(_poison_key(request), "engines failed")
 
     def check(self, request: GenerateRequest) -> None:
         """Raises AdapterQuarantined, or NotReady for a request to the base model."""
-        if not (left_s := self._backoff.left_s(_poison_key(request))):
+        if not self._has_any or not (left_s := self._backoff.left_s(_poison_key(request))):
             return
         again = f"engines failed over a request like this one; the next one is computed in {math.ceil(left_s)} s"
         if request.adapter is None:

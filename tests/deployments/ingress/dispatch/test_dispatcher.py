@@ -684,7 +684,7 @@ async def test_after_it_none_like_it_costs_an_engine_for_a_while(make_fleet: Mak
     assert num_failed() == 2
     other_prompt = make_request("other prompt", [1, 2], adapter)
     if has_adapter:
-        with pytest.raises(AdapterQuarantined, match="adapter '.*': engines failed"):
+        with pytest.raises(AdapterQuarantined, match=r"adapter '.*': engines failed"):
             await collect(dispatcher, other_prompt)
     else:
         assert (await collect(dispatcher, other_prompt))[0] == expected(other_prompt)
