@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from peft import PeftModel
@@ -27,11 +28,10 @@ def pair(project: Project) -> Project:
     return project
 
 
-def answered_by(project: Project, model: str, user: str | None = None) -> str:
+def answered_by(http: httpx.Client, model: str, user: str | None = None) -> str:
     """The adapter that computed an answer."""
     body: dict[str, Any] = {"model": model, "prompt": "x", "max_tokens": 1} | ({"user": user} if user else {})
-    with project.http() as http:
-        answer = http.post("/v1/completions", json=body).raise_for_status()
+    answer = http.post("/v1/completions", json=body).raise_for_status()
     return answer.headers["x-polylora-adapter"].partition("@")[0]
 
 
@@ -39,16 +39,16 @@ def test_canary_promote_and_roll_back(pair: Project) -> None:
     users = [f"user-{index}" for index in range(60)]
     with pair.http() as http:
         http.put("/v1/aliases/app", json={"targets": {"a": 3, "b": 1}}).raise_for_status()
-        drawn = Counter(answered_by(pair, "app") for _ in range(120))
+        drawn = Counter(answered_by(http, "app") for _ in range(120))
         assert drawn.keys() == {"a", "b"}
         assert 60 < drawn["a"] < 115, drawn  # 90 are expected, 4.7 is their standard deviation
-        of_user = {user: answered_by(pair, "app", user) for user in users}
+        of_user = {user: answered_by(http, "app", user) for user in users}
         assert set(of_user.values()) == {"a", "b"}
-        assert {user: answered_by(pair, "app", user) for user in users} == of_user
+        assert {user: answered_by(http, "app", user) for user in users} == of_user
         http.post("/v1/aliases/app/promote", json={"target": "b"}).raise_for_status()
-        assert {answered_by(pair, "app") for _ in range(10)} == {"b"}
+        assert {answered_by(http, "app") for _ in range(10)} == {"b"}
         http.post("/v1/aliases/app/rollback").raise_for_status()
-        assert {user: answered_by(pair, "app", user) for user in users} == of_user
+        assert {user: answered_by(http, "app", user) for user in users} == of_user
         versions = http.get("/v1/aliases/app/versions").json()["data"]
         assert [(each["id"], each["is_in_force"]) for each in versions] == [(2, False), (1, True)]
 
@@ -74,11 +74,11 @@ def test_weighted_and_registered_combinations(company: Company, pair: Project) -
 def test_a_traffic_weight_gives_an_adapter_both_replicas(company: Company, project: Project) -> None:
     """Of the operator: it takes memory from all. One request after the other would need one replica."""
     save_adapter(company.loras / "busy", rank=4, seed=75)
-    with company.admin() as http:
+    with company.admin() as http, project.http() as asking:
         body = {"name": "busy", "path": "busy", "traffic_weight": 100, "wait": True}
         assert http.post("/v1/loras", json=body).status_code == 201
         deadline_s = time.monotonic() + 300
         while len(http.get("/v1/loras/busy").json()["residency"]["replicas"]) < 2:
             assert time.monotonic() < deadline_s
-            assert answered_by(project, "busy") == "busy"
+            assert answered_by(asking, "busy") == "busy"
             time.sleep(0.2)

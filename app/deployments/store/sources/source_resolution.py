@@ -116,10 +116,10 @@ class Sources:
             return LocalSource(str(path), path)
         upload = _UPLOAD.fullmatch(source)
         if upload is not None:
-            path = self._uploads(upload["digest"])
-            if path is None:
+            folder = self._uploads(upload["digest"])
+            if folder is None:
                 raise NotFound(f"{source} is not among the uploads of this machine; upload the weights again")
-            return LocalSource(source, path)
+            return LocalSource(source, folder)
         match = _PLAIN_URI.fullmatch(source) or OCI_URI.fullmatch(source)
         if match is None or any(part in (".", "..") for part in (match["path"] or "").split("/")):
             raise UnsafeSource(
