@@ -66,12 +66,12 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
 
 
 def _wrap(backend: tokenizers.Tokenizer, special: Mapping[str, str], before: str | None, behind: str | None) -> None:
-    """Put the tokens with these names around every text; with neither, keep tokenizer.json's post-processor."""
-    keys = [key for key in (before, behind) if key is not None]
-    if not keys:
+    """Put the tokens with these names around every text ("": none); with neither, keep tokenizer.json's
+    post-processor."""
+    if before is None and behind is None:
         return
     ids = {}
-    for key in keys:
+    for key in filter(None, (before, behind)):
         token_id = backend.token_to_id(special[key]) if key in special else None
         if token_id is None:
             raise CheckpointError(f"{_CONFIG} has no {key}, which goes around every text of this tokenizer")

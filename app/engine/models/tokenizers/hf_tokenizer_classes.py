@@ -49,7 +49,7 @@ _OTHERS = """
     CodeGenTokenizer CohereTokenizer CpmAntTokenizer CpmTokenizer DPRContextEncoderTokenizer DPRQuestionEncoderTokenizer
     DPRReaderTokenizer DebertaTokenizer DebertaV2Tokenizer DiaTokenizer DistilBertTokenizer EsmTokenizer EsmcTokenizer
     FSMTTokenizer FastSpeech2ConformerTokenizer FlaubertTokenizer FunnelTokenizer GPTNeoXJapaneseTokenizer
-    GPTNeoXTokenizer GPTSw3Tokenizer HerbertTokenizer LEDTokenizer LasrTokenizer LayoutLMv2Tokenizer LayoutLMv3Tokenizer
+    GPTSw3Tokenizer HerbertTokenizer LEDTokenizer LasrTokenizer LayoutLMv2Tokenizer LayoutLMv3Tokenizer
     LayoutXLMTokenizer LukeTokenizer LxmertTokenizer M2M100Tokenizer MBart50Tokenizer MBartTokenizer MLukeTokenizer
     MPNetTokenizer MarianTokenizer MarkupLMTokenizer MgpstrTokenizer MobileBertTokenizer MvpTokenizer MyT5Tokenizer
     NllbTokenizer NougatTokenizer OpenAIGPTTokenizer PLBartTokenizer PegasusTokenizer PerceiverTokenizer
@@ -73,7 +73,7 @@ class TokenizerClass(NamedTuple):
 
     build: from BPE merges; unigram: from scores; one of the two. extra: further special tokens. flags_all: whether
     every special token is added once more, without its flags. before, behind: names of the tokens around a text,
-    whatever tokenizer.json says; None leaves it to tokenizer.json.
+    whatever tokenizer.json says; "" is none, None leaves it to tokenizer.json.
     """
 
     named: Mapping[str, str]
@@ -204,6 +204,12 @@ def _gpt2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[
     return built
 
 
+def _gpt_neox(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    built = _gpt2(vocab, merges, config)
+    built.normalizer = normalizers.NFC()
+    return built
+
+
 def _qwen2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     built = tokenizers.Tokenizer(_byte_level_model(vocab, merges))
     built.normalizer = normalizers.NFC()
@@ -271,6 +277,9 @@ CLASSES: Mapping[str, TokenizerClass] = {
         _bert,
     ),
     "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
+    "GPTNeoXTokenizer": TokenizerClass(
+        {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": "<|padding|>"}, _gpt_neox, before=""
+    ),
     "RobertaTokenizer": TokenizerClass(_ROBERTA, _gpt2, before="cls_token", behind="sep_token"),
     "XLMRobertaTokenizer": TokenizerClass(
         _ROBERTA, unigram=partial(_unigram, 3), before="bos_token", behind="eos_token"

@@ -186,6 +186,9 @@ NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_te
 CASES: list[tuple[str, str | None, str | None, dict[str, Any]]] = [
     *((kind, "GPT2Tokenizer", "llama", {}) for kind in BYTE_LEVEL),
     *((kind, "GPT2TokenizerFast", "llama", {"add_prefix_space": True}) for kind in BYTE_LEVEL),
+    *((kind, "GPTNeoXTokenizer", "olmoe", {}) for kind in BYTE_LEVEL),
+    *((kind, "GPTNeoXTokenizerFast", "llama", {"add_prefix_space": True}) for kind in BYTE_LEVEL),
+    *(("llama3", None, "olmoe", keys) for keys in ({}, {"add_bos_token": True}, {"add_eos_token": True})),
     *((kind, "Qwen2Tokenizer", "qwen3", {}) for kind in BYTE_LEVEL),
     *((kind, "Qwen2TokenizerFast", "llama", {"add_prefix_space": True}) for kind in BYTE_LEVEL),
     *((kind, "PreTrainedTokenizerFast", "qwen2", {}) for kind in BYTE_LEVEL),
