@@ -49,6 +49,7 @@ def test_a_tool_of_an_adapter(trip: Project) -> None:
     assert json.loads(called.function.arguments)["city"] in ("Oslo", "Rome")
 
 
+@pytest.mark.nightly  # it waits for 24 reports; tests/deployments/placement has the choice by day
 def test_a_prompt_goes_where_its_beginning_is_cached(trip: Project) -> None:
     """Of two replicas the one that has it, as soon as its report has come: by chance half of the prompts would."""
     num_cached = 0
