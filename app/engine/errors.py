@@ -27,6 +27,7 @@
         AdapterUnreadable       it is registered, but cannot be read at present   (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
       SourceError             fetching from a permitted source failed             (502)
+        FetchAbandoned          it was ended because no caller waited for it
       CheckpointError         a base model that cannot be loaded                  (at start)
       ConfigError             a configuration that contradicts itself             (at start)
         OutOfDeviceMemory     weights, KV blocks and adapters exceed the device's memory

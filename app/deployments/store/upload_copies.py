@@ -36,10 +36,11 @@ class UploadCopies:
             return frozenset(connection.scalars(query.distinct()))
 
     def add(self, digest: str, folder: Path) -> None:
-        """Copy an upload's files, unless a whole copy is there. A part is a transaction, so that others get a turn."""
+        """Copy what is missing of an upload's files; stores may do so at once. A part is a transaction, so that others
+        get a turn.
+        """
         if self._part(digest, 0) is not None:
             return
-        self.remove(digest)
         with (folder / WEIGHTS_NAME).open("rb") as file:
             for number, content in enumerate(iter(partial(file.read, PART_BYTES), b""), 1):
                 self._insert(digest, number, content)
@@ -70,8 +71,10 @@ class UploadCopies:
 
     def _insert(self, digest: str, number: int, content: bytes) -> None:
         place = {"base_digest": self._database.base_digest, "file_id": digest, "number": number}
+        present = select(file_parts.c.number).where(*self._where(digest), file_parts.c.number == number)
         with self._database.write() as connection:
-            connection.execute(insert(file_parts).values(**place, content=content))
+            if connection.scalar(present) is None:
+                connection.execute(insert(file_parts).values(**place, content=content))
 
     def _where(self, digest: str) -> tuple[ColumnElement[bool], ...]:
         return file_parts.c.base_digest == self._database.base_digest, file_parts.c.file_id == digest
