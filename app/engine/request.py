@@ -185,3 +185,9 @@ class TokenChunk(NamedTuple):
     request_usage: RequestUsage | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     timing: RequestTiming | None = None
+
+    @property
+    def is_billed(self) -> bool:
+        """Whether the engine has computed tokens for the request that it counts."""
+        used = self.request_usage
+        return used is not None and (used.prompt_tokens > 0 or used.completion_tokens > 0)

@@ -186,10 +186,13 @@ class RequestAccounting:
         """Charge all tokens of the routing decision."""
         self.limiter.settle(quota.tokens, {})
 
-    def release(self, quota: ReservedQuota) -> None:
-        """Settle what no admission has taken over. Tokens are given back, because none were computed."""
+    def release(self, quota: ReservedQuota, *, is_repeated: bool) -> None:
+        """Settle what no admission has taken over. Tokens are given back, because none were computed.
+
+        `is_repeated`: the request will be made again, so it does not count yet.
+        """
         self.limiter.settle(quota.tokens, dict.fromkeys(quota.tokens.units, 0))
-        self.limiter.settle(quota.request, {})
+        self.limiter.settle(quota.request, dict.fromkeys(quota.request.units, 0) if is_repeated else {})
 
     def count_routed_request(self, caller: Principal) -> None:
         self.usage_recorder.record_routing_request(caller.tenant_id, caller.key_id)

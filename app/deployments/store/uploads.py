@@ -108,6 +108,7 @@ class Uploads:
                 with self._lock:
                     self._publish(upload.folder, digest)
                     self._size_bytes[digest] = upload.size_bytes
+                    self._unreferenced_s.pop(digest, None)  # it is about to be named again
                 if self._copies is not None:
                     self._copies.add(digest, self.root / digest)
             self.discard(upload_id)

@@ -223,10 +223,22 @@ class TenantsService:
         after: int | None,
         project_ids: Sequence[str],
         events: Sequence[str],
+        actors: Sequence[str] = (),
+        targets: Sequence[str] = (),
+        since_s: int | None = None,
+        until_s: int | None = None,
     ) -> list[TenantChange]:
-        changes = self._store.changes
         return await asyncio.to_thread(
-            changes, limit, before=before, after=after, project_ids=project_ids, events=events
+            self._store.changes,
+            limit,
+            before=before,
+            after=after,
+            project_ids=project_ids,
+            events=events,
+            actors=actors,
+            targets=targets,
+            since_s=since_s,
+            until_s=until_s,
         )
 
     @remote_method

@@ -56,18 +56,30 @@ class TenantStore:
         after: int | None = None,
         project_ids: Sequence[str] = (),
         events: Sequence[str] = (),
+        actors: Sequence[str] = (),
+        targets: Sequence[str] = (),
+        since_s: int | None = None,
+        until_s: int | None = None,
     ) -> list[TenantChange]:
-        """The audit log, newest first: up to `limit` records, older than `before` and newer than `after`."""
+        """The audit log, newest first: up to `limit` records, older than `before`, newer than `after`, from `since_s`
+        until just before `until_s`. An empty list of projects, events, actors or targets chooses all."""
         columns = tenant_audit.c
         query = select(tenant_audit).where(columns.base_digest == self._database.base_digest)
         if before is not None:
             query = query.where(columns.id < before)
         if after is not None:
             query = query.where(columns.id > after)
-        if project_ids:
-            query = query.where(columns.project_id.in_(project_ids))
-        if events:
-            query = query.where(columns.event.in_(events))
+        if since_s is not None:
+            query = query.where(columns.time_s >= since_s)
+        if until_s is not None:
+            query = query.where(columns.time_s < until_s)
+        chosen = (
+            (columns.project_id, project_ids), (columns.event, events), (columns.actor, actors),
+            (columns.target, targets),
+        )  # fmt: skip
+        for column, values in chosen:
+            if values:
+                query = query.where(column.in_(values))
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(columns.id.desc()).limit(limit)).mappings().all()
         return [

@@ -107,8 +107,8 @@ def _merge_tensors(
     for name, tensor in tensors:
         path, _, kind = _canonical(name).rpartition(".")
         values = adapter.replaced.get(f"{path}.{kind}")
-        if values is None and path in table and table[path].keys[0] in adapter.weights:
-            key, base = table[path].keys[0], tensor.astype(np.float32)
+        if path in table and (key := table[path].keys[0]) in adapter.weights:
+            base = tensor.astype(np.float32) if values is None else values  # a trained bias may have lora_B's, too
             added = adapter.delta_biases.get(key, np.float32(0))
             values = _weight(base, adapter, key) if kind == "weight" else base + added
         yield (

@@ -95,6 +95,18 @@ def test_uploads_are_bounded_together(uploads: Uploads) -> None:
         assert len(list(uploads.root.iterdir())) == 1, "what nothing names makes room at once"
 
 
+def test_what_is_uploaded_again_makes_no_room(uploads: Uploads) -> None:
+    """It is named again, although no sweep has seen that yet."""
+    with complete_upload(uploads, b"{}", bytes(60)) as source:
+        pass
+    uploads.sweep(())
+    with complete_upload(uploads, b"{}", bytes(60)) as again:
+        assert again == source
+    with pytest.raises(QueueFull), complete_upload(uploads, b"{}", b"x" * 60):
+        pass
+    assert uploads.folder(source.removeprefix(UPLOADED)) is not None
+
+
 def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
     with complete_upload(uploads, b"{}", bytes(60)) as source:
         pass

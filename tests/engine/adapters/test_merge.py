@@ -33,6 +33,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora_bias": ("qwen2", {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
     "trained norms": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
     "trained biases": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
+    "lora_bias and trained biases": (
+        "qwen2",
+        {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "bias": "all"},
+    ),
 }
 
 

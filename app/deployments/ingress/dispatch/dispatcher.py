@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from app.deployments.ingress.dispatch.cold_start_limiter import ColdStartLimiter
@@ -138,7 +137,7 @@ class Dispatcher:
     def __init__(
         self, batcher: Batcher, connections: ReplicaConnections, cold: ColdStartLimiter, count: CountEnded | None = None
     ) -> None:
-        """`count` records usage computed by dead replicas for requests that no other replica continues."""
+        """`count` records the usage of attempts whose replicas cannot: they died, or their engines failed."""
         self._count = count
         self._batcher = batcher
         self.connections = connections
@@ -183,13 +182,14 @@ class Dispatcher:
                         self.refusals.add(request, num_sequences, item)
                     raise item
                 elif stream.on_loss(item):
+                    self._count_owed(stream)
                     await self._attempt(stream)
         finally:
             self.cold.leave(stream)
             if timer is not None:
                 timer.cancel()
-            if (unbilled := stream.unbilled_usage()) is not None and self._count is not None:
-                self._count(replace(request, num_charged=stream.num_charged), unbilled)
+            stream.read_rest()
+            self._count_owed(stream)
             self.connections.end(stream)
 
     async def embedding(
@@ -199,10 +199,10 @@ class Dispatcher:
         request's error."""
         async with aclosing(self.stream(request, deadline_s)) as chunks:
             async for chunk in chunks:
+                if chunk.usage is not None and (chunk.error is None or chunk.is_billed):
+                    on_usage(chunk.usage)
                 if chunk.error is not None:
                     raise chunk.error
-                if chunk.usage is not None:
-                    on_usage(chunk.usage)
                 if chunk.embedding:
                     return chunk.embedding
         raise EngineFailure(f"the engine ended request {request.request_id} without its embedding")
@@ -210,6 +210,11 @@ class Dispatcher:
     async def close(self) -> None:
         """Stop reading; open streams are left to their callers."""
         await self.connections.close()
+
+    def _count_owed(self, stream: Stream) -> None:
+        for usage in stream.take_owed():
+            if self._count is not None:
+                self._count(stream.request, usage)
 
     async def _attempt(self, stream: Stream) -> None:
         try:

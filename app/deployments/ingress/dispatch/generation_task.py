@@ -18,7 +18,7 @@ from app.deployments.ingress.semantic_router.decision import Decision
 from app.deployments.ingress.serializers.detokenizer import Decoder, TextDelta, text_deltas
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.deployments.tenancy.quota.rate_limiter import Reservation
-from app.engine.request import GenerateRequest, RequestTiming, TokenLogprobs, Usage
+from app.engine.request import GenerateRequest, RequestTiming, TokenChunk, TokenLogprobs, Usage
 from app.engine.spec_decode.ngram_proposer import num_predicted_tokens
 
 
@@ -136,6 +136,7 @@ class GenerationTask:
             decoder.special_stops,
             keep_end=self.keeps_end,
             keep_end_logprob=bool(self.echoes),
+            on_failed=lambda chunk: self._note_failed(index, chunk),
         )
         async with aclosing(source) as deltas:
             async for delta in deltas:
@@ -153,6 +154,11 @@ class GenerationTask:
                         self.progress.predictions[index] = PredictionUsage(num_accepted, len(prediction) - num_accepted)
                 yield index, delta._replace(text=echo + delta.text) if echo else delta
                 echo = ""
+
+    def _note_failed(self, index: int, chunk: TokenChunk) -> None:
+        """A sequence failed; what its replica has computed for it, which may be only the prompt, is paid for."""
+        if chunk.usage is not None and chunk.is_billed:
+            self.progress.usages[index] = chunk.usage
 
     def _note_assigned(self) -> None:
         self.progress.num_assigned += 1

@@ -112,8 +112,10 @@ class Stream:
 
     `deadline_s` is on the event loop's clock. While `submitting` is set, an abort waits, because it could overtake its
     own request's submission. `refusals`: why each replica tried since the last loss had no room. An error in the inbox
-    ends the stream. `num_charged`: of the resumed and received tokens, those whose usage earlier replicas have
-    recorded; None: not even the prompt. `num_before`: tokens received before the current attempt.
+    ends the stream. `num_charged`: of the resumed and received tokens, those whose usage replicas record or is in
+    `owed`; None: not even the prompt. `owed`: usage on replicas that cannot record it, which this ingress is to record.
+    `num_before`: tokens received before the current attempt. `num_cached`: prompt tokens that the latest attempt with
+    tokens found in the prefix cache.
     """
 
     request: GenerateRequest
@@ -127,7 +129,9 @@ class Stream:
     num_losses: int = 0
     num_failures: int = 0
     num_charged: int | None = None
+    owed: list[RequestUsage] = field(default_factory=list)
     num_before: int = 0
+    num_cached: int = 0
     refusals: dict[str, ServerOverloaded] = field(default_factory=dict)
     submitting: bool = False
     closed: bool = False
@@ -159,7 +163,11 @@ class Stream:
     def on_chunk(self, chunk: TokenChunk) -> None:
         """Record a chunk that the reader took from the inbox."""
         self.received.extend(chunk.token_ids)
-        self.closed = chunk.finish_reason is not None
+        if chunk.usage is not None:
+            self.num_cached = chunk.usage.cached_tokens
+        if chunk.finish_reason is not None:
+            self.closed = True
+            self._end_attempt(is_recorded=chunk.request_usage is not None)
 
     def on_loss(self, item: AttemptLost | ReplicaFull) -> bool:
         """Record a loss that the reader took from the inbox. Returns True if the current attempt is over."""
@@ -167,31 +175,38 @@ class Stream:
             return False
         if isinstance(item, ReplicaFull):
             self.refusals[item.replica_id] = item.error
-            is_billed = item.is_billed
+            is_recorded = item.is_billed
         else:
             self.num_losses += item.loss.is_replica_death
             self.num_failures += item.loss is Loss.ENGINE_FAILED
             self.refusals.clear()
-            is_billed = item.loss.is_billed and len(self.received) > self.num_before
-        if is_billed:
-            self.num_charged = len(self.request.resume_token_ids) + len(self.received)
-        self.num_before = len(self.received)
+            is_recorded = item.loss.is_billed and len(self.received) > self.num_before
+        self._end_attempt(is_recorded=is_recorded)
         return True
 
-    def unbilled_usage(self) -> RequestUsage | None:
-        """Usage on dead replicas that no other replica will record; None if there is none.
+    def _end_attempt(self, *, is_recorded: bool) -> None:
+        """The current attempt is over. `is_recorded`: its replica records its usage."""
+        num_tokens = len(self.request.resume_token_ids) + len(self.received)
+        is_owed = not is_recorded and len(self.received) > self.num_before
+        if is_owed:
+            prompt = (len(self.request.token_ids), self.num_cached) if self.num_charged is None else (0, 0)
+            self.owed.append(RequestUsage(*prompt, num_tokens - (self.num_charged or 0)))
+        if is_owed or is_recorded:
+            self.num_charged = num_tokens
+        self.num_before = len(self.received)
 
-        Its reader has left: what it has not taken from the inbox counts, too.
-        """
+    def take_owed(self) -> list[RequestUsage]:
+        """Remove and return the usage that this ingress is to record."""
+        owed, self.owed = self.owed, []
+        return owed
+
+    def read_rest(self) -> None:
+        """Record what is in the inbox, whose reader has left."""
         for item in self.inbox.take_all():
             if isinstance(item, TokenChunk):
                 self.on_chunk(item)
             elif isinstance(item, AttemptLost | ReplicaFull):
                 self.on_loss(item)
-        num_tokens = len(self.request.resume_token_ids) + len(self.received) - (self.num_charged or 0)
-        if self.connection is not None or self.num_before < len(self.received) or not num_tokens:
-            return None
-        return RequestUsage(len(self.request.token_ids) if self.num_charged is None else 0, 0, num_tokens)
 
     def deadline_error(self) -> DeadlineExceeded:
         request_id = self.request.request_id
@@ -266,9 +281,7 @@ class ReplicaConnection:
             stream.inbox.put(chunk)
             return
         if isinstance(chunk.error, QueueFull | AdapterPoolFull):
-            usage = chunk.request_usage
-            is_billed = usage is not None and (usage.prompt_tokens > 0 or usage.completion_tokens > 0)
-            stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error, is_billed))
+            stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error, chunk.is_billed))
         else:
             stream.inbox.put(chunk)
         stream.leave_connection()

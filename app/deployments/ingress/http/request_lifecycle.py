@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,13 +13,12 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
-from app.deployments.ingress.error_responses import TABLE, ClientGone
+from app.deployments.ingress.error_responses import TABLE, ClientGone, ErrorReply
 from app.deployments.ingress.http.event_stream import EventStream, run_until_disconnect
 from app.deployments.ingress.http.middleware.request_log import request_id_of
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.openai import ChatCompletionRequest
 from app.deployments.ingress.semantic_router.decision import ROUTE_HEADER
-from app.deployments.ingress.serializers.messages import error_event
 from app.deployments.ingress.service import IngressService
 from app.engine.errors import InvalidRequest
 
@@ -140,10 +139,16 @@ def json_response(service: IngressService, task: GenerationTask, body: dict[str,
 
 
 async def stream_response(
-    request: Request, service: IngressService, task: GenerationTask, route: str, events: AsyncGenerator[bytes]
+    request: Request,
+    service: IngressService,
+    task: GenerationTask,
+    route: str,
+    events: AsyncGenerator[bytes],
+    as_event: Callable[[ErrorReply], bytes],
 ) -> Response:
-    """A stream of events. An error before the request is admitted is raised, so that the response has its status."""
+    """A stream of events. An error before the request is admitted is raised, so that the response has its status; a
+    later one is the last event, as `as_event` formats it."""
     with observe_if_cancelled(service, route, task):
         first = await first_event(request, events, task.progress.assigned)
     headers = answer_headers(service, task)
-    return EventStream(first, events, lambda status: service.observe(route, status, task), headers, b"", error_event)
+    return EventStream(first, events, lambda status: service.observe(route, status, task), headers, b"", as_event)

@@ -211,6 +211,8 @@ def _flag(text: object) -> object:
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Limit = Annotated[int, WholeNumber(1, MAX_PAGE)]
+#: Up to the year 5138.
+UnixTime = Annotated[int, WholeNumber(0, 10**11)]
 Order = Literal["asc", "desc"]
 
 
@@ -222,8 +224,11 @@ class QueryParams(BaseModel):
     def _without_brackets(cls, given: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, value in given.items():
-            plain = name.partition("[")[0]
-            if name != plain and plain in values:
+            plain, _, rest = name.partition("[")
+            key = rest.removesuffix("]")
+            if key and not key.isdigit() and isinstance(values.get(plain, {}), dict):
+                values.setdefault(plain, {})[key] = value
+            elif name != plain and plain in values:
                 values[plain] = [*_as_list(value), *_as_list(values[plain])]
             else:
                 values[plain] = _as_list(value) if name != plain else value

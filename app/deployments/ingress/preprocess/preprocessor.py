@@ -139,8 +139,9 @@ class RequestPreprocessor:
                     ref = await self.resolver.resolve(decision.chosen[0].name, caller, user=body.user)
                 else:
                     ref = await self.resolver.resolve(None, caller, user=body.user, adapters=decision.adapters)
-                if self.semantic_router.has_score_head(decision):
-                    continue  # one that was read only now; it is no candidate any more
+                if self.semantic_router.has_score_head(decision):  # it was read only now, and is no candidate any more
+                    self._accounting.limiter.settle(reservation, dict.fromkeys(reservation.units, 0))
+                    continue
                 yield _ResolvedModel(ref, decision, reservation)
                 return
 

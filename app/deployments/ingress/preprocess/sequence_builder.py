@@ -99,8 +99,12 @@ class SequenceBuilder:
             defaults, tokenizer = self._defaults(ref), self._tokenizer(ref)
             own_fields = defaults.apply(fields)
             max_new = self._room(token_ids, limit, defaults.max_tokens, names)
-            per_answer = 0 if num_logprobs is None or is_stream else max_new * (1 + num_logprobs)
             per_prompt = 0 if prompt_logprobs is None else len(token_ids) * (1 + prompt_logprobs)
+            per_token = 0 if num_logprobs is None or is_stream else 1 + num_logprobs
+            if per_token and limit.requested is None:  # the rest of the context is more than the client asked for
+                room = MAX_LOGPROBS // (len(prompts) * fields.n) - per_prompt
+                max_new = min(max_new, max(1, room // per_token))
+            per_answer = max_new * per_token
             _check_num_logprobs(len(prompts) * fields.n * (per_answer + per_prompt), names)
             (is_needed,) = self._needs_adapter(ref, [token_ids])
             prompt = tuple(token_ids)

@@ -24,6 +24,7 @@ from app.deployments.ingress.schemas.openai import (
 )
 from app.deployments.ingress.schemas.request_model import Body, Items, Metadata, parse_body, union_by_type
 from app.deployments.ingress.schemas.response_model import Omittable, ResponseModel, Seconds
+from app.engine.errors import InvalidRequest
 
 #: Values of `include`: what an answer with these tools would contain in addition, and answers here never have.
 INCLUDABLE = (
@@ -89,10 +90,21 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
 
 
+class ItemReference(Body):
+    """An output item of a stored response; the route puts it in the place of the reference."""
+
+    location = "input"
+
+    type: Literal["item_reference"]
+    id: str = Field(max_length=128)
+
+
 if TYPE_CHECKING:
-    InputItem: TypeAlias = InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem
+    InputItem: TypeAlias = InputMessage | FunctionCallItem | FunctionOutputItem | ReasoningItem | ItemReference
 else:
-    InputItem = union_by_type(InputMessage, FunctionCallItem, FunctionOutputItem, ReasoningItem, default=InputMessage)
+    InputItem = union_by_type(
+        InputMessage, FunctionCallItem, FunctionOutputItem, ReasoningItem, ItemReference, default=InputMessage
+    )
 
 
 class ResponsesTool(Body):
@@ -239,7 +251,27 @@ class InputTokensRequest(Body):
                     messages[-1].setdefault("tool_calls", []).append(call)
                 else:
                     messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            elif isinstance(item, ItemReference):  # the route has replaced all
+                raise InvalidRequest("a batch cannot refer to items of stored responses; send the items", param="input")
         return messages
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as a list of JSON items."""
+        if isinstance(self.input, str):
+            text = {"type": "input_text", "text": self.input}
+            return [{"type": "message", "role": "user", "content": [text]}]
+        return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
+
+    def references(self) -> list[str]:
+        """The ids of the items that the input refers to, each once."""
+        if isinstance(self.input, str):
+            return []
+        return list(dict.fromkeys(item.id for item in self.input if isinstance(item, ItemReference)))
+
+    def with_input(self, items: Sequence[Mapping[str, Any]]) -> Self:
+        """The same request with another input. Raises InvalidRequest."""
+        whole = parse_body(InputTokensRequest, {"model": self.model, "input": items})
+        return self.model_copy(update={"input": whole.input})
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -263,18 +295,6 @@ class ResponsesRequest(InputTokensRequest):
         }
         fields |= self.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
         return parse_body(ChatCompletionRequest, fields | self._conversation())
-
-    def items(self) -> list[dict[str, Any]]:
-        """The input as a list of JSON items."""
-        if isinstance(self.input, str):
-            text = {"type": "input_text", "text": self.input}
-            return [{"type": "message", "role": "user", "content": [text]}]
-        return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
-
-    def after(self, items: Sequence[Mapping[str, Any]]) -> Self:
-        """The same request with a conversation before its input. Raises InvalidRequest."""
-        whole = parse_body(InputTokensRequest, {"model": self.model, "input": [*items, *self.items()]})
-        return self.model_copy(update={"input": whole.input})
 
 
 class IncompleteDetails(ResponseModel):

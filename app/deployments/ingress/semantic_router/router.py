@@ -109,7 +109,7 @@ class SemanticRouter:
             self._accounting.finish_routing(quota)
             yield Selection(decision, quota.request)
         finally:
-            self._accounting.release(quota)
+            self._accounting.release(quota, is_repeated=caller.is_batch)
 
     def has_score_head(self, decision: Decision) -> bool:
         """Whether any chosen adapter is known to generate no text, which an adapter that is not read yet is not."""

@@ -27,11 +27,12 @@ class Block:
 
 
 class BlockEvent(NamedTuple):
-    """A change of a block."""
+    """A change of a block. `is_cut`: the limit of tokens closed it."""
 
     what: Literal["open", "grow", "close"]
     block: Block
     piece: str = ""
+    is_cut: bool = False
 
 
 class BlocksDone(NamedTuple):
@@ -69,7 +70,7 @@ async def block_events(task: GenerationTask) -> AsyncGenerator[BlockEvent | Bloc
                     yield BlockEvent("grow", block, text)
             if delta.finish_reason is not None:
                 if block is not None:
-                    yield BlockEvent("close", block)
+                    yield BlockEvent("close", block, is_cut=delta.finish_reason == "length")
                 yield BlocksDone(delta.finish_reason, delta.usage, delta.stop)
 
 

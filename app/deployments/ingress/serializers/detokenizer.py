@@ -8,7 +8,7 @@ special tokens; the special tokens of stop strings are found nevertheless.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
@@ -136,8 +136,9 @@ async def text_deltas(
     *,
     keep_end: bool = False,
     keep_end_logprob: bool = False,
+    on_failed: Callable[[TokenChunk], object] = lambda _: None,
 ) -> AsyncGenerator[TextDelta]:
-    """Convert one sequence's chunks to text. Raises the error that a chunk carries.
+    """Convert one sequence's chunks to text. Raises the error that a chunk carries, after `on_failed` has got it.
 
     Returning early (a stop string) closes `chunks`, which aborts the sequence. `specials`: the special tokens in the
     stop strings, id → text. `keep_end`: emit every token at once, even without text, including the one that ends the
@@ -152,6 +153,7 @@ async def text_deltas(
     async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
         async for whole in source:
             if whole.finish_reason == "error":
+                on_failed(whole)
                 raise whole.error or EngineFailure("the engine ended the request without saying why")
             prompt_logprobs += whole.prompt_logprobs
             timing = whole.timing or timing

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
 from app.deployments.ingress.dispatch.generation_task import GenerationTask
+from app.deployments.ingress.error_responses import ErrorReply
 from app.deployments.ingress.schemas.responses import ResponsesRequest
 from app.deployments.ingress.serializers.content_blocks import Block, BlockEvent, BlocksDone, answer_id, block_events
 from app.deployments.ingress.serializers.messages import named_event
@@ -42,13 +43,13 @@ def response_body(
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [
-                _item(task, body, block, "incomplete" if is_cut and block is blocks[-1] else "completed")
+                _item(task, body, block, "incomplete" if is_cut and block is blocks[-1] else "completed", stored_id)
                 for block in blocks
             ],
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": stored_id is not None,
-            "text": {"format": {"type": "text"}} if fields["text"] is None else fields["text"],
+            "text": fields["text"] if (fields["text"] or {}).get("format") else {"format": {"type": "text"}},
             "tools": fields["tools"] or [],
             "truncation": "disabled",
             "metadata": body.metadata or {},
@@ -58,11 +59,15 @@ def response_body(
 
 
 async def response_events(
-    task: GenerationTask, body: ResponsesRequest, stored_id: str | None = None, store: StoreResponse | None = None
+    task: GenerationTask,
+    body: ResponsesRequest,
+    stored_id: str | None,
+    store: StoreResponse | None,
+    numbers: Iterator[int],
 ) -> AsyncGenerator[bytes]:
-    """The events of a streamed response."""
+    """The events of a streamed response; `numbers` gives their sequence numbers."""
     blocks: list[Block] = []
-    numbers, is_started = itertools.count(), False
+    is_started = False
     async with aclosing(block_events(task)) as source:
         async for change in source:
             prefix = b""
@@ -78,52 +83,69 @@ async def response_events(
             else:
                 if change.what == "open":
                     blocks.append(change.block)
-                yield prefix + b"".join(_block_events(task, body, change, numbers))
+                yield prefix + b"".join(_block_events(task, body, change, numbers, stored_id))
+
+
+def response_error_event(answer: ErrorReply, numbers: Iterator[int]) -> bytes:
+    """An error as a stream event. OpenAI's clients raise it because of `error`; others read the fields beside it."""
+    error = answer.body["error"]
+    return _event(numbers, "error", code=error["code"], message=error["message"], param=error["param"], error=error)
 
 
 def _block_events(
-    task: GenerationTask, body: ResponsesRequest, change: BlockEvent, numbers: Iterator[int]
+    task: GenerationTask, body: ResponsesRequest, change: BlockEvent, numbers: Iterator[int], stored_id: str | None
 ) -> Iterator[bytes]:
     block = change.block
     output: dict[str, Any] = {"output_index": block.index}
-    content = output | {"item_id": _id(task, block)} | ({"content_index": 0} if block.kind == "text" else {})
+    content = output | {"item_id": _id(task, block, stored_id)} | ({"content_index": 0} if block.kind == "text" else {})
     logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
     what = "output_text" if block.kind == "text" else "function_call_arguments"
     if change.what == "open":
         empty = Block(block.index, block.kind, block.id, block.name)
-        item = _item(task, body, empty, "in_progress") | ({"content": []} if block.kind == "text" else {})
+        item = _item(task, body, empty, "in_progress", stored_id) | ({"content": []} if block.kind == "text" else {})
         yield _event(numbers, "response.output_item.added", **output, item=item)
         if block.kind == "text":
             yield _event(numbers, "response.content_part.added", **content, part=_part(""))
     elif change.what == "grow":
         yield _event(numbers, f"response.{what}.delta", **content, delta=change.piece, **logprobs)
     else:
+        status = "incomplete" if change.is_cut else "completed"
         if block.kind == "text":
             yield _event(numbers, "response.output_text.done", **content, text=block.text, **logprobs)
             yield _event(numbers, "response.content_part.done", **content, part=_part(block.text))
         else:
             done = {"arguments": block.text, "name": body.call_names(block.name)["name"]}
             yield _event(numbers, "response.function_call_arguments.done", **content, **done)
-        yield _event(numbers, "response.output_item.done", **output, item=_item(task, body, block, "completed"))
+        item = _item(task, body, block, status, stored_id)
+        yield _event(numbers, "response.output_item.done", **output, item=item)
 
 
 def _event(numbers: Iterator[int], kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"sequence_number": next(numbers), **fields})
 
 
-def _item(task: GenerationTask, body: ResponsesRequest, block: Block, status: str) -> dict[str, Any]:
+def _item(
+    task: GenerationTask, body: ResponsesRequest, block: Block, status: str, stored_id: str | None
+) -> dict[str, Any]:
     if block.kind == "text":
         kind = {"type": "message", "role": "assistant", "content": [_part(block.text)]}
     else:
         kind = {"type": "function_call", "call_id": block.id, "arguments": block.text, **body.call_names(block.name)}
-    return {"id": _id(task, block), "status": status} | kind
+    return {"id": _id(task, block, stored_id), "status": status} | kind
 
 
-def _id(task: GenerationTask, block: Block) -> str:
-    """An item's id: unique, which the request's id is not if clients choose it."""
+def _id(task: GenerationTask, block: Block, stored_id: str | None) -> str:
+    """An item's id: unique, which the request's id is not if clients choose it. A stored response's items have its id
+    in theirs."""
     prefix = "msg" if block.kind == "text" else "fc"
-    unique = task.requests[0].request_id.removeprefix("chatcmpl-").removesuffix("-0")
-    return f"{prefix}_{unique}_{block.index}"
+    unique = stored_id or task.requests[0].request_id.removeprefix("chatcmpl-").removesuffix("-0")
+    return f"{prefix}_{unique.removeprefix('resp_')}_{block.index}"
+
+
+def stored_response_of(item_id: str) -> str | None:
+    """The id of the stored response that may have an output item of this id; None if none can."""
+    found = re.fullmatch(r"(?:msg|fc)_([0-9a-f]{32})_\d+", item_id, re.ASCII)
+    return None if found is None else f"resp_{found[1]}"
 
 
 def _part(text: str) -> dict[str, Any]:

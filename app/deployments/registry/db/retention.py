@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Select, Table, and_, delete, f
 from app.deployments.registry.db.database import Database
 from app.deployments.registry.db.tables import adapters, audit, events, jobs
 from app.deployments.registry.models import DEFAULT_TENANT, FINAL_STATES, UPLOADED, State
+from app.engine.adapters.combining.combination import SCHEME, original_sources
 
 _DAY_S = 86_400.0
 #: Most rows that one transaction deletes, and that one call of `trim` deletes from a table.
@@ -54,19 +55,27 @@ def trim(database: Database) -> int:
 
 
 def uploads_in_use(database: Database) -> frozenset[str]:
-    """The upload sources of names in service and of unfinished loads; earlier generations do not count."""
+    """The upload sources of names in service, of the parts of combinations, and of unfinished loads; earlier
+    generations do not count."""
     meant = select(adapters.c.uri).where(
         adapters.c.base_digest == database.base_digest,
         adapters.c.state != State.REMOVED,
-        adapters.c.uri.startswith(UPLOADED),
+        _may_be_uploaded(adapters.c.uri),
     )
     loading = select(jobs.c.source).where(
         jobs.c.base_digest == database.base_digest,
         jobs.c.state.not_in(FINAL_STATES),
-        jobs.c.source.startswith(UPLOADED),
+        _may_be_uploaded(jobs.c.source),
     )
     with database.read() as connection:
-        return frozenset(connection.scalars(union(meant, loading)))
+        sources = connection.scalars(union(meant, loading)).all()
+    return frozenset(
+        original for source in sources for original in original_sources(source) if original.startswith(UPLOADED)
+    )
+
+
+def _may_be_uploaded(source: ColumnElement[str]) -> ColumnElement[bool]:
+    return or_(source.startswith(UPLOADED), source.startswith(SCHEME))
 
 
 def _trim(

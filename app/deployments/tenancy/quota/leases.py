@@ -33,7 +33,7 @@ Counter = GcraCounter | BudgetCounter
 LEASE_AHEAD = 1 / 64
 #: An ingress without a heartbeat for this long is expired and its leased counts are freed.
 HOLDER_TIMEOUT_S = 15.0
-#: After an ingress expired, the ledger is read again when the time since then has grown by this fraction.
+#: After an ingress came or expired, the ledger is read again when the time since then has grown by this fraction.
 RECONCILE_PART = 1 / 8
 
 
@@ -94,13 +94,14 @@ class QuotaService:
             spent.pop(tenant_id, None)
 
     async def reconcile(self, now_s: float) -> None:
-        """Read from the ledger what expired ingresses had spent without reporting it; call this every few seconds.
+        """Read from the ledger what expired ingresses had spent without reporting it, and what others had spent before
+        their first report to this process; call this every few seconds.
 
-        Replicas record later what they still compute for a lost ingress, so the ledger is read again until the month
-        ends, at growing intervals.
+        Replicas record later what they still compute for a lost ingress, and what they could not record while there was
+        no adapter store, so the ledger is read again until the month ends, at growing intervals.
         """
-        expired_s = self._lessor.expired_s
-        if not expired_s or now_s - self._reconciled_s < (self._reconciled_s - expired_s) * RECONCILE_PART:
+        since_s = self._lessor.holders_changed_s
+        if not since_s or now_s - self._reconciled_s < (self._reconciled_s - since_s) * RECONCILE_PART:
             return
         if tenant_ids := self._lessor.tenants_to_reconcile():
             self._lessor.reconcile(await asyncio.to_thread(self._ledger.spend_by_project, tenant_ids, now_s), now_s)
@@ -126,11 +127,13 @@ class QuotaLessor:
         self._counters: dict[LimitKey, Counter] = {}
         self._heartbeats_s: dict[str, float] = {}
         self._month = ""
-        self.expired_s = 0.0  # when an ingress last expired
+        self.holders_changed_s = 0.0  # when an ingress last came or expired
 
     def lease(self, holder: str, requests: Sequence[LeaseRequest], now_s: float) -> list[LeaseGrant]:
         """Take back returned units, then grant each request. An empty list is a heartbeat."""
         self._expire_holders(now_s)
+        if holder and holder not in self._heartbeats_s:
+            self.holders_changed_s = now_s
         self._heartbeats_s[holder] = now_s
         self._start_month(now_s)
         return [
@@ -161,7 +164,7 @@ class QuotaLessor:
         return [] if tenant is None else limit_keys(tenant)
 
     def tenants_to_reconcile(self) -> list[str]:
-        """Tenants whose spend was leased to ingresses that have expired."""
+        """Tenants whose spend may be in the ledger without having been reported."""
         counters = self._counters.items()
         return [key.tenant_id for key, each in counters if isinstance(each, BudgetCounter) and each.unreconciled]
 
@@ -189,7 +192,7 @@ class QuotaLessor:
         for holder in expired:
             del self._heartbeats_s[holder]
         if expired:
-            self.expired_s = now_s
+            self.holders_changed_s = now_s
             for counter in self._counters.values():
                 if isinstance(counter, BudgetCounter):
                     counter.expire(expired)

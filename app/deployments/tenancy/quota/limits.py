@@ -189,7 +189,8 @@ class BudgetCounter:
     holder's last total; it is kept after a holder expired, because it may report again. Without `is_spent` nothing is
     used up and it stays empty.
 
-    An expired holder may have used up its lease unreported (`unreconciled`). `presumed_used` counts for it: the whole
+    A holder's use before its first report may be in the ledger only later than `used` was read from there: it is
+    `unreconciled`, too, by another name. An expired holder may have used up its lease unreported (`unreconciled`). `presumed_used` counts for it: the whole
     lease until `reconcile`, then what the ledger has beyond `used`. It is recomputed each time and never added to
     `used`, so use that the ledger knows before its holder reports it is not counted twice.
     """
@@ -212,6 +213,8 @@ class BudgetCounter:
         baseline).
         """
         if self.is_spent:
+            if holder not in self.used_by and used:
+                self.unreconciled[f"{holder} before its first report"] = used
             self.used += used - self.used_by.get(holder, used)
             self.used_by[holder] = used
         if self.unreconciled.pop(holder, 0):

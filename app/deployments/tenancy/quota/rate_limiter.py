@@ -43,6 +43,8 @@ REPORT_INTERVAL_S = 0.5
 IDLE_DROP_S = 60.0
 #: A lessor that has not answered by then is unavailable.
 OWNER_TIMEOUT_S = 1.0
+#: It is not called again until it has answered, or for this long: it carries out late what was asked of it.
+LATE_ANSWER_S = 10.0
 #: Fraction of the monthly spend limit that one ingress may use while the lessor is unavailable.
 SPEND_OVERDRAFT = 0.1
 
@@ -105,6 +107,14 @@ class Reservation:
         )
 
 
+class _LateCall(NamedTuple):
+    """A call that the lessor has not answered in time, and may carry out later."""
+
+    answer: asyncio.Future[Sequence[LeaseGrant]]
+    requests: Sequence[LeaseRequest]
+    since_s: float
+
+
 class _Waiter(NamedTuple):
     costs: Mapping[LimitKey, int]
     answer: asyncio.Future[None]
@@ -120,6 +130,7 @@ class RateLimiter:
         self._leases: dict[LimitKey, _Lease] = {}
         self._waiters: list[_Waiter] = []
         self._refilling: asyncio.Task[None] | None = None
+        self._late: _LateCall | None = None
         self._one_at_a_time = asyncio.Lock()
         self._tasks = Tasks()
         self.rejected: Counter[RejectedRequest] = Counter()
@@ -196,6 +207,8 @@ class RateLimiter:
 
     async def close(self) -> None:
         await self._tasks.close()
+        if self._late is not None:
+            self._late.answer.cancel()
 
     def _lease_of(self, key: LimitKey) -> _Lease:
         lease = self._leases.get(key)
@@ -301,6 +314,8 @@ class RateLimiter:
         them.
         """
         async with self._one_at_a_time:
+            if not self._end_late_call():
+                return False
             total: dict[LimitKey, int] = {}
             least: dict[LimitKey, int] = {}
             for each in costs:
@@ -314,48 +329,82 @@ class RateLimiter:
                 if (request := self._lease_request(key, self._lease_of(key), total.get(key, 0), least.get(key, 0)))
                 is not None
             ]
-            grants = await self._call_lessor(requests)
-            if grants is None:
-                for request in requests:
-                    lease = self._lease_of(request.key)
-                    lease.units += request.returned
-                    lease.offline_used += request.offline_used
+            answer = asyncio.ensure_future(self._lease_call(self._holder, requests))
+            try:
+                # Not `asyncio.timeout`: an answer that came in time counts, however late this event loop gets to it.
+                await asyncio.wait({answer}, timeout=OWNER_TIMEOUT_S)
+            except asyncio.CancelledError:
+                answer.cancel()
+                raise
+            if not answer.done():
+                logger.warning(
+                    "enforcing limits locally for now: the quota service has not answered for %g s", OWNER_TIMEOUT_S
+                )
+                self._late = _LateCall(answer, requests, self._clock())
                 return False
-            for request, grant in zip(requests, grants, strict=True):
-                lease = self._lease_of(request.key)
-                lease.units += grant.granted
-                lease.remaining, lease.answered_s = grant.remaining, self._clock()
-                lease.offline_counter, lease.overdraft = None, 0
-                lease.reported_holding, lease.reported_used = request.holding + grant.granted, request.used
-                if grant.granted:
-                    lease.taken_s = lease.answered_s
+            if not self._apply(requests, answer):
+                return False
             if not total:
                 self._drop_idle()
             return True
 
-    async def _call_lessor(self, requests: Sequence[LeaseRequest]) -> Sequence[LeaseGrant] | None:
-        """One grant per request; None while the lessor is unavailable or answers something unexpected."""
-        call = asyncio.ensure_future(self._lease_call(self._holder, requests))
+    def _end_late_call(self) -> bool:
+        """Apply the answer to a call that took too long. Returns False while it has none and may get one.
+
+        A call that is given up may have been carried out, or may be: what it reported is not reported again, because a
+        tenant is not charged twice, and units that were granted to nobody are refilled with time, or found missing in
+        the next report of totals.
+        """
+        late = self._late
+        if late is None:
+            return True
+        if late.answer.done():
+            self._apply(late.requests, late.answer)
+        elif self._clock() - late.since_s < LATE_ANSWER_S:
+            return False
+        else:
+            late.answer.cancel()
+            for request in late.requests:
+                if request.key.kind not in PERIOD_S:
+                    lease = self._lease_of(request.key)
+                    lease.reported_holding = max(1, lease.reported_holding)  # so that there is a next report
+        self._late = None
+        return True
+
+    def _apply(self, requests: Sequence[LeaseRequest], answer: asyncio.Future[Sequence[LeaseGrant]]) -> bool:
+        """Apply the grants of a call, or take back what it reported if the lessor did not carry it out."""
+        grants = self._grants(answer, len(requests))
+        if grants is None:
+            for request in requests:
+                lease = self._lease_of(request.key)
+                lease.units += request.returned
+                lease.offline_used += request.offline_used
+            return False
+        for request, grant in zip(requests, grants, strict=True):
+            lease = self._lease_of(request.key)
+            lease.units += grant.granted
+            lease.remaining, lease.answered_s = grant.remaining, self._clock()
+            lease.offline_counter, lease.overdraft = None, 0
+            lease.reported_holding, lease.reported_used = request.holding + grant.granted, request.used
+            if grant.granted:
+                lease.taken_s = lease.answered_s
+        return True
+
+    def _grants(self, answer: asyncio.Future[Sequence[LeaseGrant]], num_requests: int) -> Sequence[LeaseGrant] | None:
+        """One grant per request; None if the lessor was unavailable or answered something unexpected."""
         try:
-            # Not `asyncio.timeout`: an answer that came in time counts, however late this event loop gets to it.
-            await asyncio.wait({call}, timeout=OWNER_TIMEOUT_S)
-            if not call.done():
-                raise TimeoutError
-            grants = call.result()
-            if len(grants) == len(requests):
+            grants = answer.result()
+            if len(grants) == num_requests:
                 return grants
             logger.error(
                 "enforcing limits locally for now: the quota service sent %d grants for %d requests",
                 len(grants),
-                len(requests),
+                num_requests,
             )
-        except (NotReady, TimeoutError) as error:
-            reason = str(error) or f"the quota service has not answered for {OWNER_TIMEOUT_S:g} s"
-            logger.warning("enforcing limits locally for now: %s", reason)
+        except NotReady as error:
+            logger.warning("enforcing limits locally for now: %s", error)
         except Exception:  # a service of another version may raise anything, and requests wait
             logger.exception("enforcing limits locally for now")
-        finally:
-            call.cancel()
         return None
 
     def _drop_idle(self) -> None:

@@ -168,6 +168,13 @@ def parse_combination(source: str) -> Combination:
     return Combination(tuple(parts), CombinationMethod(**fields["method"]))
 
 
+def original_sources(source: str) -> list[str]:
+    """The sources that a source is read from: those of a derived adapter's parts, which may be derived; else itself."""
+    if not is_combination(source):
+        return [source]
+    return [each for part in parse_combination(source).parts for each in original_sources(part.ref.uri)]
+
+
 def display_source(source: str) -> str:
     """A source as shown to people: for a derived adapter its method and parts, without the parts' locations."""
     if not is_combination(source):

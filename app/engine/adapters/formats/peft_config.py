@@ -19,10 +19,11 @@ from app.engine.errors import AdapterFormatError
 CONFIG_NAME = "adapter_config.json"
 
 _INERT = """
-    auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core monteclora_config
-    qalora_group_size revision runtime_config velora_config
+    auto_mapping base_model_name_or_path corda_config eva_config inference_mode lora_dropout lora_ga_config
+    megatron_core monteclora_config qalora_group_size revision runtime_config velora_config
 """
-#: Keys that are irrelevant at inference: provenance, training and memory settings.
+#: Keys that are irrelevant at inference: provenance, training and memory settings. PEFT reads those of CorDA and
+#: LoRA-GA only if `init_lora_weights` says so, and leaves them in the file of a converted adapter.
 INERT_KEYS = frozenset(_INERT.split())
 
 #: The task type of adapters with a score head.
@@ -36,13 +37,11 @@ _CONVERT = "it changes the base weights; save with path_initial_model_for_weight
 #: Keys accepted only at the values that switch them off, and why others are refused.
 OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "Arrow routing is not served"),
-    "corda_config": ((None, {}), _CONVERT),
     "enable_lora": ((None,), "merged projections are not served"),
     "init_lora_weights": ((*PLAIN_INITS, None), _CONVERT),
     "kasa_config": ((None,), "KaSA is not served"),
     "layer_replication": ((None, []), "replicated layers are not served"),
     "loftq_config": ((None, {}), _CONVERT),
-    "lora_ga_config": ((None, {}), _CONVERT),
     "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
     "task_type": (

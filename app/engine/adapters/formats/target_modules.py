@@ -33,6 +33,7 @@ def check_modules(
     candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
     trained = {found.names.name_in_training(path): path for path in (*candidates, *OUTER_MODULES)}
     selected = {trained[name] for name in _select_modules(config, list(trained))}
+    selected = {path for path in selected if not _is_inside_saved(config, path)}  # whose names are this server's
     selected |= {path for path in candidates if matches_entry(f"{path}.weight", config.target_parameters)}
     selected |= set(config.tied_modules)
     surplus = sorted(set(pairs) - selected)
@@ -187,7 +188,7 @@ def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
     else:
         excluded = [matches_entry(name, exclude) for name in names]
     names = [name for name, out in zip(names, excluded, strict=True) if not out]
-    names = [name for name in names if not any(f".{saved}." in f".{name}." for saved in config.modules_to_save)]
+    names = [name for name in names if not _is_inside_saved(config, name)]
     if isinstance(targets, str):
         if targets.lower() == "all-linear":
             return [name for name in names if not matches_entry(name, ("embed_tokens", "lm_head"))]
@@ -199,6 +200,11 @@ def _select_modules(config: PeftConfig, names: Sequence[str]) -> list[str]:
     # A fully named module is selected whatever layers_to_transform says, as in PEFT.
     indices = zip(matched, _layer_indices(config, matched), strict=True)
     return [name for name, index in indices if name in targets or index in config.layers_to_transform]
+
+
+def _is_inside_saved(config: PeftConfig, name: str) -> bool:
+    """Whether `modules_to_save` has the module whole, which therefore has no LoRA."""
+    return any(f".{saved}." in f".{name}." for saved in config.modules_to_save)
 
 
 def _layer_indices(config: PeftConfig, names: Sequence[str]) -> list[int | None]:

@@ -27,6 +27,7 @@ from app.engine.adapters.adapter import LoraAdapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import (
     AdapterQuarantined,
+    AdapterWriteFailed,
     DeadlineExceeded,
     EngineFailure,
     InvalidRequest,
@@ -165,6 +166,7 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
     rng = random.Random(seed)
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
+    owed = counted_by(dispatcher)
     pairs = random_requests(fleet, 24, rng, max_tokens=60)
     victim, other = fleet.replicas.values()
     victim.backend.max_steps = other.backend.max_steps = 20
@@ -190,7 +192,7 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
         assert last.finish_reason == "length"
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(request.token_ids), 60)
-        consumed = consumed_by(fleet, request)
+        consumed = total([consumed_by(fleet, request), *(usage for each, usage in owed if each is request)])
         counted = (consumed.prompt_tokens, consumed.completion_tokens)
         assert counted == (len(request.token_ids), 60), "once, wherever it was computed"
     moved = other.submitted[num_before:]
@@ -205,8 +207,18 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
 
 def consumed_by(fleet: Fleet, request: GenerateRequest) -> RequestUsage:
     """What replicas that live have counted of all attempts at a request."""
-    found = [each for attempt, each in fleet.consumed.items() if attempt.startswith(f"{request.request_id}/")]
-    return RequestUsage(*map(sum, zip(*found, strict=True))) if found else RequestUsage()
+    return total([each for attempt, each in fleet.consumed.items() if attempt.startswith(f"{request.request_id}/")])
+
+
+def total(usages: Sequence[RequestUsage]) -> RequestUsage:
+    return RequestUsage(*map(sum, zip(*usages, strict=True))) if usages else RequestUsage()
+
+
+def counted_by(dispatcher: Dispatcher) -> list[tuple[GenerateRequest, RequestUsage]]:
+    """What the dispatcher counts from now on, because replicas cannot."""
+    counted: list[tuple[GenerateRequest, RequestUsage]] = []
+    dispatcher._count = lambda *what: counted.append(what)
+    return counted
 
 
 async def test_a_stream_that_leaves_a_replica_alive_is_counted_by_both_and_once(make_fleet: MakeFleet) -> None:
@@ -267,8 +279,7 @@ async def test_what_a_dead_replica_has_computed_is_counted_though_nobody_goes_on
     fleet = make_fleet(1)
     (replica,) = fleet.replicas.values()
     dispatcher, request = fleet.dispatcher(replica_timeout_s=0.1), make_request("r", [1, 2, 3], ignore_eos=True)
-    counted: list[tuple[GenerateRequest, RequestUsage]] = []
-    dispatcher._count = lambda *what: counted.append(what)
+    counted = counted_by(dispatcher)
     replica.backend.max_steps = 5
     arrived: list[int] = []
     task = asyncio.ensure_future(collect(dispatcher, request, arrived))
@@ -286,8 +297,7 @@ async def test_what_a_dead_replica_has_computed_is_counted_though_its_client_rea
     fleet = make_fleet(1)
     (replica,) = fleet.replicas.values()
     dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], ignore_eos=True)
-    counted: list[tuple[GenerateRequest, RequestUsage]] = []
-    dispatcher._count = lambda *what: counted.append(what)
+    counted = counted_by(dispatcher)
     replica.backend.max_steps = 5
     async with aclosing(dispatcher.stream(request)) as stream:
         num_read = len((await anext(stream)).token_ids)
@@ -297,6 +307,38 @@ async def test_what_a_dead_replica_has_computed_is_counted_though_its_client_rea
         fleet.kill(replica.replica_id)
         await until(lambda: running.connection is None)
     assert counted == [(request, RequestUsage(3, 0, 5))]
+    await dispatcher.close()
+
+
+@pytest.mark.parametrize("ends", ["its client leaves", "an error"])
+async def test_what_a_dead_replica_has_computed_is_counted_once_however_the_next_one_ends(
+    make_fleet: MakeFleet, ends: str
+) -> None:
+    """The next one has not computed anything yet: it fetches the adapter, or cannot write it to the device."""
+    fleet, adapter = make_fleet(2), fake_adapter("a", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], adapter, max_tokens=60, ignore_eos=True)
+    counted = counted_by(dispatcher)
+    for replica in fleet.replicas.values():
+        replica.backend.max_steps = 5
+    arrived: list[int] = []
+    task = asyncio.ensure_future(collect(dispatcher, request, arrived))
+    await until(lambda: len(arrived) == 5)
+    first, other = sorted(fleet.replicas.values(), key=lambda replica: not replica.submitted)
+    if ends == "an error":
+        other.backend.write_error = AdapterWriteFailed("the device is full")
+        fleet.kill(first.replica_id)
+        assert isinstance((await task)[1].error, AdapterWriteFailed)
+    else:
+        fleet.fetch_gate.clear()
+        fleet.kill(first.replica_id)
+        await until(lambda: other.service.num_waiting_for_adapters == 1)
+        task.cancel()
+        await until(lambda: bool(other.aborted))
+        await asyncio.gather(task, return_exceptions=True)
+    assert counted == [(request, RequestUsage(3, 0, 5))]
+    await until(lambda: ends != "an error" or bool(fleet.consumed))
+    assert consumed_by(fleet, request)[:3] == (0, 0, 0)
     await dispatcher.close()
 
 
@@ -702,9 +744,11 @@ async def test_a_request_that_engines_fail_over_wherever_it_is_takes_three(make_
     for replica in fleet.replicas.values():
         replica.backend.fail_at = 3
     dispatcher = fleet.dispatcher()
+    counted = counted_by(dispatcher)
     request = make_request("poison", [1], max_tokens=500, ignore_eos=True)
     tokens, last = await collect(dispatcher, request)
     assert tokens == expected(request)[: len(tokens)]
+    assert total([usage for _, usage in counted])[:3] == (1, 0, len(tokens)), "what was answered is billed"
     assert isinstance(last.error, EngineFailure)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 3
     assert fleet.view.num_replicas == MAX_LOSSES + 2 - 3

@@ -256,14 +256,18 @@ async def test_log_probabilities_are_bounded_unless_they_are_streamed(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_builder, "MAX_LOGPROBS", 2 * 3 * 21)
-    chat = {"model": "base", "messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True}
-    for max_tokens, stream, status in ((3, False, 200), (4, False, 400), (None, False, 400), (4, True, 200)):
+    chat: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "a"}], "n": 2, "logprobs": True}
+    chat["ignore_eos"] = True
+    for max_tokens, stream, status in ((3, False, 200), (4, False, 400), (None, False, 200), (4, True, 200)):
         body = chat | {"top_logprobs": 20, "max_tokens": max_tokens, "stream": stream}
         response = await client.post("/v1/chat/completions", json=body)
         assert response.status_code == status, response.text
         if status == 400:
             assert response.json()["error"]["param"] == "top_logprobs"
             assert "at most 126 log-probabilities are returned at once" in response.text
+        elif max_tokens is None:
+            lengths = [len(choice["logprobs"]["content"]) for choice in response.json()["choices"]]
+            assert lengths == [3, 3], "it ends where the limit is"
     legacy = {"model": "base", "prompt": ["a", "b"], "max_tokens": 4, "logprobs": 20}
     assert (await client.post("/v1/completions", json=legacy)).json()["error"]["param"] == "logprobs"
 

@@ -220,6 +220,11 @@ async def test_headers_and_comments_precede_a_first_token_that_takes_long(
         await client.answered
         text = b"".join(client.events).decode()
         assert ("error" in text and "the device lost it" in text) is fails
+        if fails and route == "/v1/responses":  # the fields of the official client's event, and the object it raises
+            last = json.loads(text.rpartition("event: error\ndata: ")[2])
+            assert (last["type"], last["sequence_number"], last["message"]) == ("error", 0, last["error"]["message"])
+            assert (last["code"], last["param"]) == (last["error"]["code"], None)
+            assert last["error"]["type"] == "server_error"
         comments_end = text.rindex(": keep-alive") if ": keep-alive" in text else 0
         assert "data: " in text[comments_end:]
     finally:

@@ -214,6 +214,19 @@ async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Or
     assert spent == after.cost_nanos - before.cost_nanos > 0
 
 
+async def test_a_choice_that_is_made_again_takes_no_second_request(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter was read only when it was chosen, and turned out to score texts."""
+    await describe(org)
+    await org.service.accounting.tenants_service.limit_rates(
+        org.ids["ada"], "base", {"requests_per_min": 1}, actor="test"
+    )
+    found = iter([True, True, False])
+    monkeypatch.setattr(org.service.preprocessor.semantic_router, "has_score_head", lambda _: next(found))
+    answer = await org.ask("ada", "POST", "/v1/completions", json=AUTO)
+    assert answer.status_code == 200, answer.text
+    assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 429
+
+
 @pytest.mark.parametrize("change", [{"max_tokens": 10_000}, {"stop": ["a"] * 99}])
 async def test_what_is_refused_after_the_choice_holds_nothing(org: Org, change: dict[str, Any]) -> None:
     owner = org.service.accounting.tenants_service
@@ -314,6 +327,21 @@ async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(o
     assert (await org.ask("ada", "POST", "/v1/completions", json=asked)).status_code == 429
     backend.max_steps = None
     backend.resumed.set()
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+async def test_a_request_that_fails_after_its_prompt_was_computed_pays_for_it(org: Org, is_embedding: bool) -> None:
+    """Its limits lose what its bill has, so that a prompt that always fails is not computed without limit."""
+    owner, tenant_id = org.service.accounting.tenants_service, org.ids["ada"]
+    await owner.limit_spend(tenant_id, 100, actor="test")
+    for replica in org.service.fleet.replicas.values():
+        replica.backend.overflowing = set(range(16))
+    fields: dict[str, Any] = {"input": "a" * 90} if is_embedding else {"prompt": "a" * 90, "max_tokens": 3}
+    path = "/v1/embeddings" if is_embedding else "/v1/completions"
+    answer = await org.ask("ada", "POST", path, json={"model": "sql"} | fields)
+    assert answer.status_code >= 400, answer.text
+    spent = org.service.accounting.limiter._leases[LimitKey(tenant_id, "spend")].used
+    assert spent == (await used(org.service)).cost_nanos > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -68,6 +68,9 @@ async def test_the_name_of_a_list_or_an_object_is_what_stands_before_its_bracket
     url = "http://test/v1/organization/audit_logs"
     for known in ("project_ids[]", "project_ids", "effective_at[gte]"):
         assert (await transport.get(url, params={known: "1"}, headers=headers)).status_code == 200, known
+    for wrong in ("effective_at[after]", "effective_at", "limit[gte]", "actor_emails", "tenant_only"):
+        answer = await transport.get(url, params={wrong: "1"}, headers=headers)
+        assert (answer.status_code, wrong.startswith(answer.json()["error"]["param"].split(".")[0])) == (400, True)
     for unknown in ("project[]", "[]", "[project_ids]", ""):
         answer = await transport.get(f"{url}?{unknown}=1", headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, unknown)
@@ -124,7 +127,7 @@ async def test_what_the_official_client_writes_is_taken(transport: httpx.AsyncCl
     admin = client_with(transport).admin.organization
     await admin.usage.completions(start_time=1_700_000_000, **asked)
     await admin.audit_logs.list(
-        actor_ids=["a"], effective_at={"gte": 1, "lt": 2}, event_types=["api_key.created"], tenant_only=True
+        actor_ids=["a"], effective_at={"gte": 1, "lt": 2}, event_types=["api_key.created"], resource_ids=["b"]
     )
     project = await admin.projects.create(name="p")
     await admin.projects.list(include_archived=True, limit=1)

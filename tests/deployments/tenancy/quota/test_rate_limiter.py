@@ -13,7 +13,7 @@ import pytest
 from app.deployments.tenancy.models import RateLimit, Tenant, TenantLimits
 from app.deployments.tenancy.quota import rate_limiter
 from app.deployments.tenancy.quota.leases import HOLDER_TIMEOUT_S, LeaseGrant, LeaseRequest, QuotaLessor
-from app.deployments.tenancy.quota.limits import LimitError, LimitKey, SpendLimitError
+from app.deployments.tenancy.quota.limits import GcraCounter, LimitError, LimitKey, SpendLimitError
 from app.deployments.tenancy.quota.rate_limiter import REPORT_INTERVAL_S, RateLimiter, Reservation
 from app.engine.errors import NotReady
 
@@ -231,6 +231,46 @@ async def test_an_owner_that_answers_a_busy_event_loop_is_not_away(monkeypatch: 
 
     limiter = RateLimiter(lend, "a", lambda: owner.now_s)
     assert isinstance(await attempt(limiter, owner, {REQUESTS: 1}), LimitError), "used up elsewhere"
+
+
+@pytest.mark.parametrize("meter", [REQUESTS, CONCURRENT])
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_an_owner_that_stalls_counts_what_was_asked_of_it_meanwhile_once(
+    monkeypatch: pytest.MonkeyPatch, meter: LimitKey, gives_up: bool
+) -> None:
+    """It carries out later all calls that its callers have not waited for."""
+    monkeypatch.setattr(rate_limiter, "OWNER_TIMEOUT_S", 0.01)
+    owner, goes_on, calls = Owner(tenant(requests=10, max_concurrent=10)), asyncio.Event(), []
+
+    async def late(holder: str, wants: Sequence[LeaseRequest]) -> list[LeaseGrant]:
+        await goes_on.wait()
+        return await owner.lend(holder, wants)
+
+    async def lend(holder: str, wants: Sequence[LeaseRequest]) -> list[LeaseGrant]:
+        calls.append(asyncio.ensure_future(late(holder, wants)))
+        return await asyncio.shield(calls[-1])  # an actor carries out what its caller cancels
+
+    limiter = RateLimiter(lend, "a", lambda: owner.now_s)
+    held = [await attempt(limiter, owner, {meter: 1}) for _ in range(5)]
+    assert len(admitted(held)) == 5
+    for _ in range(6):
+        await limiter.report()
+        owner.now_s += rate_limiter.LATE_ANSWER_S / 2 if gives_up else 0.0
+    assert len(calls) == (3 if gives_up else 1)
+    goes_on.set()
+    await asyncio.gather(*calls)
+    for reservation in admitted(held):
+        limiter.settle(reservation, {})
+    for _ in range(4):
+        owner.now_s += 2.0
+        await limiter.report()
+    counter = owner.lender._counters[meter]
+    if isinstance(counter, GcraCounter):
+        assert counter.outstanding(owner.now_s) <= 10
+    else:
+        assert counter.leased == {"a": 0}
+    assert len(admitted([await attempt(limiter, owner, {meter: 1}) for _ in range(20)])) >= (5 if gives_up else 4)
+    await limiter.close()
 
 
 async def test_an_owner_that_restarts_learns_who_holds_what() -> None:

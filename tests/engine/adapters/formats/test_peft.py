@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from peft import LoraConfig
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 
 from app.engine.adapters.adapter import BFLOAT16, LoraKey
 from app.engine.adapters.bounded_files import ReadLimits
@@ -256,13 +257,11 @@ def test_a_tensor_that_is_wrong_is_named(
 
 REFUSED_VALUES = {
     "arrow_config": {"top_k": 3},
-    "corda_config": {"cache_file": "x"},
     "init_lora_weights": "pissa",
     "enable_lora": [True, False],
     "kasa_config": {"beta": 1},
     "layer_replication": [[0, 1]],
     "loftq_config": {"loftq_bits": 4},
-    "lora_ga_config": {"scale": "stable"},
     "megatron_config": {"tensor_model_parallel_size": 1},
     "merge_weights": True,
     "task_type": "TOKEN_CLS",
@@ -275,6 +274,19 @@ def test_every_option_that_is_not_served_has_a_case() -> None:
     from app.engine.adapters.formats.peft_config import OFF_VALUES
 
     assert set(REFUSED_VALUES) == set(OFF_VALUES)
+
+
+@pytest.mark.parametrize("name", ["corda", "lora_ga"])
+def test_a_converted_initialization_may_leave_its_settings_behind(tmp_path: Path, name: str) -> None:
+    """PEFT sets `init_lora_weights` back when it converts, and nothing else; then the settings mean nothing to it."""
+    left = {f"{name}_config": dataclasses.asdict({"corda": CordaConfig, "lora_ga": LoraGAConfig}[name]())}
+    tensors = peft_tensors(random_arrays(SPEC, 2, ["q_proj"]))
+    plain = read_adapter(write_peft(tmp_path / "plain", peft_config(2, ["q_proj"]), tensors), SPEC)
+    config = peft_config(2, ["q_proj"], init_lora_weights=True, **left)
+    assert read_adapter(write_peft(tmp_path / "converted", config, tensors), SPEC).card.digest == plain.card.digest
+    config = peft_config(2, ["q_proj"], init_lora_weights=name, **left)
+    with pytest.raises(AdapterFormatError, match="init_lora_weights"):
+        read_adapter(write_peft(tmp_path / "other", config, tensors), SPEC)
 
 
 def test_every_field_of_peft_is_decided() -> None:

@@ -15,6 +15,7 @@ from app.engine.adapters.features import FEATURES, RESIZED
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.formats.tensor_names import plain_names
 from app.engine.errors import AdapterFormatError, AdapterMismatch
+from app.engine.models.linear_modules import target_shape
 from tests.engine.adapters.random_adapters import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
 SPEC = tiny_spec()
@@ -73,6 +74,23 @@ def test_the_configuration_is_about_the_names_of_training(tmp_path: Path) -> Non
     assert set(adapter.replaced) >= {"model.embed_tokens.weight"}
     with pytest.raises((AdapterFormatError, AdapterMismatch)):
         read_adapter(write_peft(tmp_path / "other", config, tensors), SPEC, supported_features=FEATURES)
+
+
+def test_a_module_that_is_saved_whole_by_its_full_name_in_training_has_no_lora(tmp_path: Path) -> None:
+    arrays = random_arrays(SPEC, 2, ["q_proj"]) | random_arrays(tiny_spec(1), 3, ["up_proj"])
+    whole = "layers.1.mlp.up_proj.weight"
+    matrix = np.ones(target_shape(SPEC, 1, "up_proj")[::-1], "f4")
+    tensors = peft_tensors(arrays) | {f"{PEFT}{whole}": matrix}
+    renamed = {name.replace(PEFT, "base_model.model.model.language_model."): one for name, one in tensors.items()}
+    config = peft_config(
+        2,
+        ["q_proj", "up_proj"],
+        rank_pattern={"up_proj": 3},
+        modules_to_save=["model.language_model.layers.1.mlp.up_proj"],
+    )
+    adapter = read_adapter(write_peft(tmp_path, config, renamed), SPEC, supported_features=FEATURES)
+    assert {(key.layer, key.target) for key in adapter.weights} == set(arrays)
+    assert set(adapter.replaced) == {f"model.{whole}"}
 
 
 def _both(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:

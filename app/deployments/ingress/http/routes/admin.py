@@ -10,10 +10,18 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.request_parsing import Flag, JsonBody, Order, QueryParams, WholeNumber, page_body
+from app.deployments.ingress.http.request_parsing import (
+    Flag,
+    JsonBody,
+    Order,
+    QueryParams,
+    UnixTime,
+    WholeNumber,
+    page_body,
+)
 from app.deployments.ingress.http.routes.usage import add_spend_routes, add_usage_routes
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
@@ -63,17 +71,29 @@ class AdminKeyQuery(AdminPageQuery):
     order: Order = "asc"
 
 
+class TimeRange(BaseModel):
+    """Unix seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gt: UnixTime | None = None
+    gte: UnixTime | None = None
+    lt: UnixTime | None = None
+    lte: UnixTime | None = None
+
+
 class AuditLogQuery(AdminPageQuery):
-    """Entries are filtered by id, project and event; OpenAI's other filters are ignored."""
+    """Actors are keys, which have no e-mail address, and no entry belongs to a tenant above the organization:
+    `actor_emails` and `tenant_only` are rejected."""
 
     before: str | None = None
     project_ids: list[str] = Field(default_factory=list)
     event_types: list[str] = Field(default_factory=list)
-    actor_emails: Any = None
-    actor_ids: Any = None
-    effective_at: Any = None
-    resource_ids: Any = None
-    tenant_only: Any = None
+    actor_ids: list[str] = Field(default_factory=list)
+    resource_ids: list[str] = Field(default_factory=list)
+    effective_at: TimeRange = Field(default_factory=TimeRange)
+    actor_emails: list[str] = Field(default_factory=list)
+    tenant_only: Flag = False
 
 
 def admin_router(service: IngressService) -> APIRouter:
@@ -334,6 +354,9 @@ def _add_audit_routes(routes: APIRouter, tenants_service: TenantsService) -> Non
     @routes.get("/audit_logs", response_model=PageResponse[schemas.AuditLog])
     async def audit_logs(query: Annotated[AuditLogQuery, Query()]) -> Response:
         """List changes made through the admin and management API, newest first."""
+        for name in ("actor_emails", "tenant_only"):
+            if getattr(query, name):
+                raise InvalidRequest(f"entries cannot be chosen by {name}; leave it out", param=name)
 
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
             return await tenants_service.changes(
@@ -342,9 +365,24 @@ def _add_audit_routes(routes: APIRouter, tenants_service: TenantsService) -> Non
                 after=_audit_number("before", query.before),
                 project_ids=query.project_ids,
                 events=query.event_types,
+                **_audit_filters(query),
             )
 
         return await _page(query, read, serializers.audit_body)
+
+
+def _audit_filters(query: AuditLogQuery) -> dict[str, Any]:
+    """Those that are asked for: the actor of an earlier release, which runs beside this one, takes no others."""
+    times = query.effective_at
+    since = [*([] if times.gte is None else [times.gte]), *([] if times.gt is None else [times.gt + 1])]
+    until = [*([] if times.lt is None else [times.lt]), *([] if times.lte is None else [times.lte + 1])]
+    filters = {
+        "actors": query.actor_ids,
+        "targets": query.resource_ids,
+        "since_s": max(since, default=None),
+        "until_s": min(until, default=None),
+    }
+    return {name: value for name, value in filters.items() if value not in ([], None)}
 
 
 def _audit_number(name: str, text: str | None) -> int | None:

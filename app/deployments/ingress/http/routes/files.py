@@ -15,7 +15,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.ingress.error_responses import BodyTooLarge
 from app.deployments.ingress.http.openapi import BYTES, JSON_ERROR, takes_content
-from app.deployments.ingress.http.request_parsing import Order, PageQuery, page_body, read_form
+from app.deployments.ingress.http.request_parsing import (
+    MAX_PAGE,
+    Order,
+    PageQuery,
+    WholeNumber,
+    page_body,
+    read_form,
+)
 from app.deployments.ingress.http.routes.batches import DAY_S
 from app.deployments.ingress.principal import inference_principal
 from app.deployments.ingress.schemas.batches import MAX_LIFE_S, MIN_LIFE_S, FileObject
@@ -46,6 +53,9 @@ _FORM = {
 
 
 class FileQuery(PageQuery):
+    """OpenAI's pages have up to 10,000 files; these have fewer, and say that there are more."""
+
+    limit: Annotated[int, WholeNumber(1, 10_000)] = MAX_PAGE
     purpose: str | None = None
     order: Order = "desc"
 
@@ -72,7 +82,7 @@ def add_file_routes(app: FastAPI, service: IngressService) -> None:
         """List the caller's files, newest first unless `order` is asc."""
         found = await service.storage.file_page(
             tenant_id=inference_principal(request).tenant_id,
-            limit=query.limit,
+            limit=min(query.limit, MAX_PAGE),
             after=query.after,
             purpose=query.purpose,
             newest=query.order == "desc",

@@ -30,7 +30,7 @@ from app.deployments.ingress.schemas.completions import (
 )
 from app.deployments.ingress.schemas.messages import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from app.deployments.ingress.serializers.content_blocks import collect_blocks
-from app.deployments.ingress.serializers.messages import message_body, message_events
+from app.deployments.ingress.serializers.messages import error_event, message_body, message_events
 from app.deployments.ingress.service import IngressService
 
 
@@ -46,7 +46,8 @@ def _add_message_routes(app: FastAPI, service: IngressService) -> None:
         chat = await in_worker_if_long(request.state.num_body_bytes, body.chat)
         task = await start_task(request, service, chat)
         if body.stream:
-            return await stream_response(request, service, task, "messages", message_events(task, body.model))
+            events = message_events(task, body.model)
+            return await stream_response(request, service, task, "messages", events, error_event)
         blocks, end = await run_task(request, service, task, "messages", collect_blocks(task))
         return json_response(service, task, message_body(task, body.model, blocks, end))
 

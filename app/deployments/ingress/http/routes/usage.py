@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.accounting import RequestAccounting
-from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, WholeNumber
+from app.deployments.ingress.http.request_parsing import JsonBody, QueryParams, UnixTime, WholeNumber
 from app.deployments.ingress.principal import admin_principal
 from app.deployments.ingress.schemas import admin as schemas
 from app.deployments.ingress.schemas.admin import (
@@ -37,15 +37,13 @@ Sum = tuple[Mapping[str, str], UsageRecord]
 Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
 #: Costs are per day: 7 buckets by default, at most 180.
 _COST_BUCKET_SIZE = BucketSize(86_400, 7, 180)
-#: Up to the year 5138.
-_Time = Annotated[int, WholeNumber(0, 10**11)]
 
 
 class BucketQuery(QueryParams):
     """Parameters of usage and costs; times are Unix seconds."""
 
-    start_time: _Time
-    end_time: _Time | None = None
+    start_time: UnixTime
+    end_time: UnixTime | None = None
     limit: Annotated[int, WholeNumber(0, 10_000)] | None = None
     page: str | None = None
     group_by: list[str] = Field(default_factory=list)

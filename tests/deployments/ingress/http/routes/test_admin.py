@@ -179,6 +179,16 @@ async def test_the_audit_says_who_changed_what(transport: httpx.AsyncClient) -> 
     assert only == ["project.archived", "project.created"]
     other = await admin.projects.create(name="other")
     assert [each.type async for each in admin.audit_logs.list(project_ids=[other.id])] == ["project.created"]
+    assert [each.type async for each in admin.audit_logs.list(resource_ids=[other.id])] == ["project.created"]
+    assert len([each async for each in admin.audit_logs.list(actor_ids=["key_environment"])]) == 5
+    assert not (await admin.audit_logs.list(actor_ids=["key_x"])).data
+    now_s = lines[0].effective_at
+    for times, is_found in (
+        ({"gte": now_s, "lt": now_s + 1}, True), ({"gt": now_s - 1, "lte": now_s}, True), ({"gt": now_s + 5}, False),
+        ({"lt": now_s - 5}, False),
+    ):  # fmt: skip
+        found = [each.id async for each in admin.audit_logs.list(effective_at=times)]  # type: ignore[arg-type]
+        assert (lines[0].id in found) is is_found, times
 
 
 async def test_what_openai_s_objects_cannot_say(transport: httpx.AsyncClient) -> None:

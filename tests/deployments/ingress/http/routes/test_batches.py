@@ -248,6 +248,7 @@ async def test_files_are_listed_read_and_deleted(gpt: openai.AsyncOpenAI) -> Non
     ids = [first.id] + [await upload(gpt, content + b"\n" * i) for i in range(4)]
     assert [each.id async for each in gpt.files.list(limit=2, order="asc")] == ids
     assert [each.id async for each in gpt.files.list(limit=2)] == ids[::-1]
+    assert [each.id async for each in gpt.files.list(limit=10_000)] == ids[::-1], "OpenAI's largest page"
     found = await gpt.files.retrieve(ids[0])
     assert (found.bytes, found.filename, found.purpose, found.status) == (len(content), "a.jsonl", "batch", "processed")
     assert (await gpt.files.content(ids[0])).content == content
@@ -647,12 +648,12 @@ async def test_errors_of_a_file_s_lines_contain_no_key(gpt: openai.AsyncOpenAI, 
         assert key not in repr(storage)
 
 
-async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:
+async def org_batch(org: Org, num_lines: int, model: str = "base") -> dict[str, Any]:
     uploaded = await org.ask(
         "ada",
         "POST",
         "/v1/files",
-        files={"file": ("in.jsonl", jsonl([BODIES[CHAT]] * num_lines))},
+        files={"file": ("in.jsonl", jsonl([BODIES[CHAT] | {"model": model}] * num_lines))},
         data={"purpose": "batch"},
     )
     wanted = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
@@ -682,7 +683,11 @@ async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
 
-async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["base", "auto"])
+@pytest.mark.parametrize("is_admitted", [True, False])
+async def test_a_line_is_one_request_however_often_it_is_tried(
+    org: Org, monkeypatch: pytest.MonkeyPatch, is_admitted: bool, model: str
+) -> None:
     """Nor does a try that came to nothing take of the day's requests."""
     monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.01)
     owner, service = org.service.accounting.tenants_service, org.service
@@ -690,20 +695,27 @@ async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeyp
     dispatcher, num_refused = service.preprocessor._dispatcher, 0
     stream = dispatcher.stream
 
+    async def check(requests: Sequence[GenerateRequest]) -> None:
+        nonlocal num_refused
+        if not is_admitted and num_refused < 5:
+            num_refused += 1
+            raise QueueFull("full", retry_after_s=0.01)
+
     async def full(
         request: GenerateRequest, deadline_s: float, on_assigned: Callable[[], None], num_sequences: int
     ) -> AsyncGenerator[TokenChunk]:
         nonlocal num_refused
-        if num_refused < 5:
+        if is_admitted and num_refused < 5:
             num_refused += 1
             raise QueueFull("full", retry_after_s=0.01)
         async for chunk in stream(request, deadline_s, on_assigned, num_sequences):
             yield chunk
 
     monkeypatch.setattr(dispatcher, "stream", full)
+    monkeypatch.setattr(dispatcher.refusals, "check", check)
     runner = service.batch_runner(BatchExecutor(service).answer, "here", write_s=0.01)
     task = asyncio.create_task(runner.run())
-    batch = await org_ended(org, (await org_batch(org, 2))["id"])
+    batch = await org_ended(org, (await org_batch(org, 2, model))["id"])
     assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
     assert num_refused == 5
     assert await service.accounting.usage_flusher.flush()

@@ -164,6 +164,10 @@ async def test_responses_with_words_and_schemas(gpt: openai.AsyncOpenAI) -> None
     assert response.incomplete_details is not None
     assert response.usage is not None
     assert response.usage.output_tokens == 9
+    plain = await gpt.responses.create(**GPT, text={"verbosity": "low"})
+    assert plain.text is not None
+    assert plain.text.format is not None
+    assert plain.text.format.type == "text"
     response = await gpt.responses.create(**GPT, text=FORMAT)
     assert response.status == "completed"
     jsonschema.validate(json.loads(response.output_text), CITY)
@@ -205,6 +209,8 @@ async def test_streamed_responses_come_together(gpt: openai.AsyncOpenAI, fields:
     last = events[-1]
     assert last.type in ("response.completed", "response.incomplete")
     assert last.response.output_text == whole.output_text
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == last.response.output, "an item that the limit cut says so, too"
     deltas = [event.delta for event in events if event.type.endswith(".delta")]
     (item,) = whole.output
     assert "".join(deltas) == (item.arguments if item.type == "function_call" else whole.output_text)

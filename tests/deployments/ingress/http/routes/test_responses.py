@@ -26,6 +26,8 @@ from tests.deployments.ingress.http.routes.test_messages import GPT, GPT_TOOLS
 __all__ = ["org"]
 
 FIXED: Any = GPT | {"max_output_tokens": 16, "temperature": 0}
+#: A call whose arguments are not longer than the context is for the next turn.
+SEEDED: Any = GPT | GPT_TOOLS | {"extra_body": {"seed": 4}}
 
 
 @pytest_asyncio.fixture
@@ -49,6 +51,9 @@ async def test_a_conversation_goes_on_where_a_stored_response_ended(gpt: openai.
     assert first.store is True
     found = await gpt.responses.retrieve(first.id)
     assert found.to_dict() == first.to_dict()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await gpt.responses.retrieve(first.id, stream=True)
+    assert refused.value.param == "stream"
     second = await gpt.responses.create(**FIXED | {"input": "and?"}, previous_response_id=first.id, store=True)
     assert second.previous_response_id == first.id
     received: Any = [
@@ -80,6 +85,44 @@ async def test_a_call_of_a_tool_is_answered_by_its_id_alone(gpt: openai.AsyncOpe
     second = await gpt.responses.create(**fields, previous_response_id=first.id, store=True)
     kinds = [item.type async for item in gpt.responses.input_items.list(second.id, order="asc")]
     assert kinds == ["message", "function_call", "function_call_output"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_items_of_stored_responses_are_referred_to_by_their_ids(
+    gpt: openai.AsyncOpenAI, is_streamed: bool
+) -> None:
+    """The AI SDK sends the items that it has got so."""
+    if is_streamed:
+        stream = await gpt.responses.create(**SEEDED, store=True, stream=True)
+        events = [event async for event in stream]
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        first = events[-1].response
+        assert {event.item_id for event in events if event.type.endswith(".delta")} == {first.output[0].id}
+    else:
+        first = await gpt.responses.create(**SEEDED, store=True)
+    (call,) = first.output
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12"}
+    asked = {"role": "user", "content": "hi"}
+
+    def ask(*items: Any) -> Any:
+        return gpt.responses.create(**FIXED | {"input": items}, store=True)
+
+    second = await ask(asked, {"type": "item_reference", "id": call.id}, result)
+    plain = await ask(asked, call.to_dict(), result)
+    assert (second.output_text, second.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)
+    references = [{"type": "item_reference", "id": item.id} for item in (call, second.output[0])]
+    third: Any = [asked, references[0], result, references[1]]
+    counted = await gpt.responses.input_tokens.count(model="base", input=third)
+    answer = await ask(*third)
+    assert answer.usage.input_tokens == counted.input_tokens > second.usage.input_tokens
+    kinds = [item.type async for item in gpt.responses.input_items.list(answer.id, order="asc")]
+    assert kinds == ["message", "function_call", "function_call_output", "message"]
+    for unknown in ("msg_1_0", f"msg_{'0' * 32}_0", (call.id or "")[:-1] + "7"):
+        with pytest.raises(openai.NotFoundError) as gone:
+            await ask({"type": "item_reference", "id": unknown})
+        assert "no item" in gone.value.message
+        assert "store: true; otherwise send them" in gone.value.message
 
 
 @pytest.mark.parametrize("store", [False, True])
@@ -192,6 +235,10 @@ async def test_a_project_s_responses_are_its_own(org: Org) -> None:
         ("GET", f"{path}/input_items", {}, 404),
         ("POST", "/v1/responses", {"json": body | {"previous_response_id": response_id}}, 400),
     ]
+    reference = {"type": "item_reference", "id": response_id.replace("resp_", "msg_") + "_0"}
+    for name, status in (("ada", 200), ("bob", 404)):
+        answer = await org.ask(name, "POST", "/v1/responses", json=body | {"input": [reference]})
+        assert answer.status_code == status, answer.text
     for method, where, what, status in asks:
         answer = await org.ask("bob", method, where, **what)
         assert answer.status_code == status

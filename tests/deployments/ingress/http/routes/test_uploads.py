@@ -10,6 +10,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from app.deployments.ingress.http.routes import loras as loras_module
+from app.deployments.ingress.preprocess.adapter_combination import CombinationBody
+from app.deployments.ingress.principal import handle_principal
+from app.deployments.ingress.schemas.request_model import parse_body
 from app.deployments.registry.db.retention import uploads_in_use
 from app.deployments.registry.models import UPLOADED
 from tests.deployments.http_service import Service
@@ -73,6 +76,24 @@ async def test_what_no_name_means_any_more_is_not_in_use(http: httpx.AsyncClient
     await http.put("/v1/loras/tuned/weights", content=b"others", headers=HEADERS)
     assert uploads_in_use(database) == {second}
     assert (await http.delete("/v1/loras/tuned")).status_code == 200
+    assert uploads_in_use(database) == frozenset()
+
+
+async def test_the_parts_of_a_combination_stay_in_use(http: httpx.AsyncClient, service: Service) -> None:
+    """It keeps the contents that its parts had, whatever their names mean later."""
+    first, second = known(service, WEIGHTS, "new"), known(service, b"others", "two")
+    database = service.managed.registry.database
+    await http.put("/v1/loras/tuned/weights", content=WEIGHTS, headers=HEADERS)
+    combine = {"adapters": [{"name": "tuned"}, {"name": "sql"}]}
+    made = service.preprocessor.resolver.combine(parse_body(CombinationBody, combine).adapters, handle_principal())
+    service.managed.store.contents[made.source] = made.digest
+    answer = await http.post("/v1/loras", json={"name": "mix", "combine": combine, "wait": True})
+    assert answer.status_code < 300, answer.text
+    await http.put("/v1/loras/tuned/weights", content=b"others", headers=HEADERS)
+    assert uploads_in_use(database) == {first, second}
+    assert (await http.delete("/v1/loras/tuned")).status_code == 200
+    assert uploads_in_use(database) == {first}
+    assert (await http.delete("/v1/loras/mix")).status_code == 200
     assert uploads_in_use(database) == frozenset()
 
 
