@@ -19,7 +19,7 @@ from app.engine.adapters.adapter_tokenizer import cached_adapter_tokenizer
 from app.engine.constraint import EndTokens, GrammarMatcher, why
 from app.engine.errors import InvalidRequest
 from app.engine.models.tokenizers.tokenizer import TOKEN_FLAGS
-from app.engine.structured_output.grammar_builder import below, json_grammar, subschemas
+from app.engine.structured_output.grammar_builder import MAX_GRAMMAR_CHARS, below, json_grammar, subschemas
 
 #: llguidance counts fuel: about 50,000 per millisecond for compiling, 14,000 per millisecond (20,000 items) for a mask.
 #: A grammar that is made to be slow thus ends after some milliseconds.
@@ -31,8 +31,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-#: The number of compiled grammars kept; each takes some hundred kilobytes at most.
-_NUM_KEPT = 64
+#: The compiled grammars kept, and their characters altogether; each takes some twenty bytes per character.
+_NUM_KEPT, _MAX_KEPT_CHARS = 64, 64 * MAX_GRAMMAR_CHARS
 #: Vocabularies with adapters' added tokens that are kept.
 _NUM_OWN = 8
 #: The list of added tokens in a tokenizer.json: a token of this name is followed by a number.
@@ -76,6 +76,7 @@ class Vocabulary:
             tokenizer = LLTokenizer(wrapper, eos_token=list(eos_token_ids))
         self._tokenizer = tokenizer.with_slices(LLTokenizer.json_slices())
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._num_chars = 0  # of their grammars
         self.num_words = -(-vocab_size // 32)
 
     def with_tokens(self, text: str) -> Vocabulary:
@@ -111,8 +112,10 @@ class Vocabulary:
             if found.is_error():
                 raise InvalidRequest(why(found.get_error()))
             self._compiled[key] = found
-            if len(self._compiled) > _NUM_KEPT:
-                self._compiled.popitem(last=False)
+            self._num_chars += len(grammar)
+            while len(self._compiled) > _NUM_KEPT or self._num_chars > _MAX_KEPT_CHARS:
+                (_, oldest), _ = self._compiled.popitem(last=False)
+                self._num_chars -= len(oldest)
         self._compiled.move_to_end(key)
         ends = None if eos_token_ids is None else EndTokens(self._eos_token_ids, tuple(eos_token_ids))
         # A fresh copy: llguidance's limits count per matcher.

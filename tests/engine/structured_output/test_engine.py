@@ -19,7 +19,12 @@ from app.engine.models.tokenizers.tokenizer import NewToken
 from app.engine.request import SamplingParams, TokenChunk
 from app.engine.structured_output import backend_guidance
 from app.engine.structured_output.backend_guidance import Vocabulary
-from app.engine.structured_output.grammar_builder import client_lark_grammar, json_grammar, regex_grammar
+from app.engine.structured_output.grammar_builder import (
+    choice_grammar,
+    client_lark_grammar,
+    json_grammar,
+    regex_grammar,
+)
 from tests.engine.structured_output.tokens import ids_of, text_of, tiny_vocabulary
 from tests.fakes import FakeBackend, fake_request, fake_spec
 
@@ -230,6 +235,18 @@ def test_a_regex_over_several_requests_is_compiled_for_each_tenant() -> None:
     for tenant in ("a", "b", "a"):
         vocabulary.matcher(grammar, tenant).consume([20, 21])  # "12", as tokens "1" and "2"
     assert len(vocabulary._compiled) == 2
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_guidance, "_MAX_KEPT_CHARS", 1000)
+    vocabulary = tiny_vocabulary()
+    grammars = [choice_grammar(["x" * 90 + str(index)], "c") for index in range(30)]
+    for grammar in (*grammars, *grammars[-2:]):
+        vocabulary.matcher(grammar, "a")
+    kept = [grammar for _, grammar in vocabulary._compiled]
+    assert 2 <= len(kept) < 15
+    assert kept[-2:] == grammars[-2:], "the oldest go first"
+    assert vocabulary._num_chars == sum(map(len, kept)) <= 1000
 
 
 def test_an_adapters_added_tokens_may_be_in_its_answer() -> None:

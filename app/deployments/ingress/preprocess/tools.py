@@ -18,7 +18,12 @@ from app.deployments.ingress.schemas.openai import ChatCompletionRequest, ChatMe
 from app.deployments.ingress.serializers.tool_parser import ToolConfig
 from app.engine.errors import InvalidRequest
 from app.engine.models.chat.tool_call_formats import ToolCallFormat
-from app.engine.structured_output.grammar_builder import lark_grammar, quote, schema_rule
+from app.engine.structured_output.grammar_builder import (
+    MAX_TOOL_GRAMMAR_CHARS,
+    lark_grammar,
+    quote,
+    schema_rule,
+)
 
 #: Work per message, part, call, tool or value besides its text, in characters.
 CHARS_PER_ITEM = 32
@@ -207,7 +212,7 @@ def tool_grammar(
             f"behind: {literal(opening)} first{more} {literal(form.closing)}",
             _TEXT,
         ]
-    return lark_grammar("\n".join(lines), "tools")
+    return lark_grammar("\n".join(lines), "tools", MAX_TOOL_GRAMMAR_CHARS)
 
 
 def _arguments_rule(tool: Tool) -> str:

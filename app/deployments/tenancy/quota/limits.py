@@ -190,9 +190,10 @@ class BudgetCounter:
     used up and it stays empty.
 
     A holder's use before its first report may be in the ledger only later than `used` was read from there: it is
-    `unreconciled`, too, by another name. An expired holder may have used up its lease unreported (`unreconciled`). `presumed_used` counts for it: the whole
-    lease until `reconcile`, then what the ledger has beyond `used`. It is recomputed each time and never added to
-    `used`, so use that the ledger knows before its holder reports it is not counted twice.
+    `unreconciled`, too, by another name. An expired holder may have used up its lease unreported (`unreconciled`).
+    `presumed_used` counts for both: the whole lease until `reconcile`, then what the ledger has beyond `used`. It is
+    recomputed each time and never added to `used`, so use that the ledger knows before its holder reports it is not
+    counted twice.
     """
 
     def __init__(self, limit: int, used: int = 0, *, is_spent: bool) -> None:

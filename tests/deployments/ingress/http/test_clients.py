@@ -20,6 +20,7 @@ from app.deployments.ingress.preprocess.tools import arguments_object
 from app.deployments.ingress.schemas import messages, responses
 from app.deployments.ingress.schemas import openai as schema
 from app.deployments.ingress.schemas.request_model import IGNORED_HEADER, Body, ignored_header
+from tests.deployments.http_service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
 LOOK = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -595,6 +596,27 @@ async def test_hundreds_of_tools_are_accepted(writer: httpx.AsyncClient) -> None
     assert answer.status_code == 200, answer.text
     parsed = schema.ChatCompletionRequest.model_validate(body)
     assert len(parsed.tools or ()) == 140
+
+
+async def test_as_many_described_tools_as_openai_takes_are_enforced(
+    writing: Service, writer: httpx.AsyncClient
+) -> None:
+    """Their schemas are longer together than one grammar of a client's may be."""
+    writing.reconfigure({"max_body_bytes": 1 << 20})
+    words = "What the argument is for, in words that tell a model what to write here and what not to"
+    arguments = {name: {"type": "string", "description": words} for name in ("owner", "repository", "title", "body")}
+    parameters = {"type": "object", "properties": arguments, "required": ["owner"]}
+    functions = [{"name": f"github__tool_{index}", "parameters": parameters} for index in range(512)]
+    many = [{"type": "function", "function": function} for function in functions]
+    body = {"model": "base", "messages": HELLO, "max_tokens": 60, "tools": many[:128]}
+    for choice in ("auto", "required"):
+        answer = await writer.post("/v1/chat/completions", json=body | {"tool_choice": choice})
+        assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"][:1]
+    assert call["function"]["name"].startswith("github__tool_")
+    refused = await writer.post("/v1/chat/completions", json=body | {"tools": many})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert "at most 262144" in refused.text
 
 
 def fields_of(kind: type) -> set[str]:

@@ -695,7 +695,7 @@ async def test_a_line_is_one_request_however_often_it_is_tried(
     dispatcher, num_refused = service.preprocessor._dispatcher, 0
     stream = dispatcher.stream
 
-    async def check(requests: Sequence[GenerateRequest]) -> None:
+    async def check(_: Sequence[GenerateRequest]) -> None:
         nonlocal num_refused
         if not is_admitted and num_refused < 5:
             num_refused += 1
