@@ -351,9 +351,9 @@ class RateLimiter:
     def _end_late_call(self) -> bool:
         """Apply the answer to a call that took too long. Returns False while it has none and may get one.
 
-        A call that is given up may have been carried out, or may be: what it reported is not reported again, because a
-        tenant is not charged twice, and units that were granted to nobody are refilled with time, or found missing in
-        the next report of totals.
+        A call that is given up may be carried out all the same: what it reported is not reported again, so that no
+        tenant is charged twice. Units that it was granted are refilled with time, or found missing in the next report
+        of totals.
         """
         late = self._late
         if late is None:
@@ -373,7 +373,7 @@ class RateLimiter:
 
     def _apply(self, requests: Sequence[LeaseRequest], answer: asyncio.Future[Sequence[LeaseGrant]]) -> bool:
         """Apply the grants of a call, or take back what it reported if the lessor did not carry it out."""
-        grants = self._grants(answer, len(requests))
+        grants = _grants(answer, len(requests))
         if grants is None:
             for request in requests:
                 lease = self._lease_of(request.key)
@@ -389,23 +389,6 @@ class RateLimiter:
             if grant.granted:
                 lease.taken_s = lease.answered_s
         return True
-
-    def _grants(self, answer: asyncio.Future[Sequence[LeaseGrant]], num_requests: int) -> Sequence[LeaseGrant] | None:
-        """One grant per request; None if the lessor was unavailable or answered something unexpected."""
-        try:
-            grants = answer.result()
-            if len(grants) == num_requests:
-                return grants
-            logger.error(
-                "enforcing limits locally for now: the quota service sent %d grants for %d requests",
-                len(grants),
-                num_requests,
-            )
-        except NotReady as error:
-            logger.warning("enforcing limits locally for now: %s", error)
-        except Exception:  # a service of another version may raise anything, and requests wait
-            logger.exception("enforcing limits locally for now")
-        return None
 
     def _drop_idle(self) -> None:
         """Drop leases that were not used for a minute and have nothing to report."""
@@ -434,6 +417,24 @@ class RateLimiter:
         if not (missing or holding or lease.reported_holding or lease.used != lease.reported_used):
             return None
         return LeaseRequest(key, missing, max(0, least - lease.units), holding=holding, used=lease.used)
+
+
+def _grants(answer: asyncio.Future[Sequence[LeaseGrant]], num_requests: int) -> Sequence[LeaseGrant] | None:
+    """One grant per request; None if the lessor was unavailable or answered something unexpected."""
+    try:
+        grants = answer.result()
+        if len(grants) == num_requests:
+            return grants
+        logger.error(
+            "enforcing limits locally for now: the quota service sent %d grants for %d requests",
+            len(grants),
+            num_requests,
+        )
+    except NotReady as error:
+        logger.warning("enforcing limits locally for now: %s", error)
+    except Exception:  # a service of another version may raise anything, and requests wait
+        logger.exception("enforcing limits locally for now")
+    return None
 
 
 def _without(costs: Mapping[LimitKey, int], reserved: Mapping[LimitKey, int]) -> dict[LimitKey, int]:

@@ -372,7 +372,7 @@ def _add_audit_routes(routes: APIRouter, tenants_service: TenantsService) -> Non
 
 
 def _audit_filters(query: AuditLogQuery) -> dict[str, Any]:
-    """Those that are asked for: the actor of an earlier release, which runs beside this one, takes no others."""
+    """The filters that are asked for: the actor of an earlier release, which runs beside this one, takes no others."""
     times = query.effective_at
     since = [*([] if times.gte is None else [times.gte]), *([] if times.gt is None else [times.gt + 1])]
     until = [*([] if times.lt is None else [times.lt]), *([] if times.lte is None else [times.lte + 1])]
