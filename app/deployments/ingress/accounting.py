@@ -191,8 +191,15 @@ class RequestAccounting:
 
         `is_repeated`: the request will be made again, so it does not count yet.
         """
-        self.limiter.settle(quota.tokens, dict.fromkeys(quota.tokens.units, 0))
-        self.limiter.settle(quota.request, dict.fromkeys(quota.request.units, 0) if is_repeated else {})
+        self.give_back(quota.tokens)
+        if is_repeated:
+            self.give_back(quota.request)
+        else:
+            self.limiter.settle(quota.request, {})
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Settle a reservation whose units are all unused."""
+        self.limiter.settle(reservation, dict.fromkeys(reservation.units, 0))
 
     def count_routed_request(self, caller: Principal) -> None:
         self.usage_recorder.record_routing_request(caller.tenant_id, caller.key_id)

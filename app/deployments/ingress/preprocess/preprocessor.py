@@ -140,7 +140,7 @@ class RequestPreprocessor:
                 else:
                     ref = await self.resolver.resolve(None, caller, user=body.user, adapters=decision.adapters)
                 if self.semantic_router.has_score_head(decision):  # it was read only now, and is no candidate any more
-                    self._accounting.limiter.settle(reservation, dict.fromkeys(reservation.units, 0))
+                    self._accounting.give_back(reservation)
                     continue
                 yield _ResolvedModel(ref, decision, reservation)
                 return
